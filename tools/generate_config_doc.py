@@ -45,6 +45,7 @@ _COUNTERPARTS = {
     "decode": "roles.decode",
     "metrics": "monitoring.members",
     "pools": "",
+    "models": "",
     "engine.side_channel_host": "",
     "worker.host": "",
     "worker.tls": "internalTls",
@@ -160,7 +161,10 @@ def page() -> str:
 
 
 def _counterparts() -> Iterator[str]:
-    decided = {f"{section}.{key}".lstrip(".") for section, keys in CHART_DECIDES.items() for key in keys} | {"pools"}
+    decided = {f"{section}.{key}".lstrip(".") for section, keys in CHART_DECIDES.items() for key in keys} | {
+        "pools",
+        "models",
+    }
     if decided != set(_COUNTERPARTS):
         raise SystemExit(
             f"counterparts in the chart: {sorted(decided ^ set(_COUNTERPARTS))} are there on one side only"
@@ -204,8 +208,8 @@ def _row(prefix: str, name: str, field: FieldInfo, comment: str) -> str:
 def _chart_decides(path: str) -> bool:
     """Whether a key, or a section that it is in, is one that the chart's value `config` does not take."""
     parts = path.replace("[]", "").split(".")
-    # Refused by its templates: pods of pools are not the chart's.
-    refused = {"pools", *CHART_DECIDES[""]}
+    # Refused by its templates: pods of pools and of further models are not the chart's.
+    refused = {"pools", "models", *CHART_DECIDES[""]}
     return parts[0] in refused or (len(parts) > 1 and parts[1] in CHART_DECIDES.get(parts[0], ()))
 
 

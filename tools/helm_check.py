@@ -316,7 +316,7 @@ def config_schema() -> Document:
         for key in keys:
             del here[key]
     # Refused by the templates, in words: the chart makes no pods for them.
-    plain["properties"]["pools"] = {"type": "object"}
+    plain["properties"] |= {"pools": {"type": "object"}, "models": {"type": "array"}}
     return plain
 
 

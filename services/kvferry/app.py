@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvferry import __version__
 from kvferry import config as configuration
 from kvferry.addresses import NODE_ADDRESS_VARIABLE
-from kvferry.config import ClusterConfig, RoleConfig
+from kvferry.config import ROLES, ClusterConfig, ModelEntryConfig, RoleConfig
 from kvferry.engine.vllm.text_model import use_cpu_platform
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.lifecycle import GatewayHost
@@ -72,6 +73,7 @@ class _WorkerReplica:
         model_folder: str,
         *_others: Any,
         pool: str = "",
+        member_pool: str | None = None,
         hub_model: Mapping[str, str] | None = None,
     ) -> None:
         config = _in_replica(values)
@@ -83,7 +85,7 @@ class _WorkerReplica:
             await ensure_keeper(values)
             keeper_socket = str(socket_path(config.tier))
         engine = build_engine(config, self.kind, model_folder, keeper_socket=keeper_socket, pool=pool)
-        self._host = WorkerHost(config, self.kind, engine, _membership(config), pool)
+        self._host = WorkerHost(config, self.kind, engine, _membership(config), pool, member_pool)
         try:
             await self._host.start()
         except BaseException:
@@ -108,25 +110,32 @@ class DecodeWorker(_WorkerReplica):
 
 
 class Gateway:
+    _host: GatewayHost
+
     async def __init__(  # type: ignore[misc]
         self, values: dict[str, Any], model_folder: str, *_others: Any, hub_model: Mapping[str, str] | None = None
     ) -> None:
-        config = _in_replica(values)
+        _in_replica(values)
+        self._values, self._model_folder = values, model_folder
         await _until_filled(model_folder, hub_model)
         use_cpu_platform()
-        self._host = GatewayHost(config, model_folder, _membership(config))
+
+    async def reconfigure(self, models: Mapping[str, Any]) -> None:
+        """Called by Serve before the first request and whenever counts or models change, without a restart."""
+        config = _in_replica(gateway_values(self._values, models))
+        if hasattr(self, "_host"):
+            await self._host.reconfigure(config)
+            return
+        self._host = GatewayHost(config, self._model_folder, _membership(config))
         try:
             await self._host.start()
         except BaseException:
             await self._host.stop()
             raise
 
-    async def reconfigure(self, num_workers: Mapping[str, Any]) -> None:
-        """Called by Serve before the first request and whenever the counts change, without a restart."""
-        self._host.expect(num_workers, num_workers.get("pools", {}))
-
     async def check_health(self) -> None:
-        await self._host.check_health()
+        if hasattr(self, "_host"):
+            await self._host.check_health()
 
     async def __del__(self) -> None:
         if hasattr(self, "_host"):
@@ -146,6 +155,8 @@ async def _until_filled(model_folder: str, hub_model: Mapping[str, str] | None) 
 def keeper_settings(values: dict[str, Any]) -> str:
     """Return a digest of all settings of a keeper; a keeper with another digest is replaced."""
     sections = [values[section] for section in ("tier", "membership", "metrics", "tracing")]
+    # Of its engines alone, and each model may have its own.
+    sections[0] = {key: value for key, value in sections[0].items() if key != "cpu_gib"}
     return _digest([*sections, values["worker"]["tls"], values["engine"]["device"], __version__])
 
 
@@ -237,47 +248,99 @@ def _is_hub_model(value: object) -> bool:
 
 def build(config: ClusterConfig, model_folder: str = "", hub_model: Mapping[str, str] | None = None) -> Application:
     model_folder = model_folder or config.model.path
-    values = replica_values(config)
-    version = _digest([values, model_folder, __version__, *([dict(hub_model)] if hub_model else [])])
+    default = config.of_model()
     waits: dict[str, Any] = {"hub_model": dict(hub_model)} if hub_model else {}
-    roles: list[tuple[type, dict[str, Any], dict[str, Any]]] = []
-    for pool in ("", *sorted(config.pools)):
-        for deployment in (PrefillWorker, DecodeWorker):
-            role = config.role_of(deployment.kind.value, pool)
-            options = _options(role, version, drain_timeout_s=config.worker.drain_timeout_s)
-            if pool:
-                options["name"] = f"{deployment.__name__}-{pool}"
-            if role.replicas:
-                roles.append((deployment, options, {"pool": pool} if pool else {}))
+    version = _digest([replica_values(default), model_folder, __version__, *(waits.values())])
+    common = (replica_values(default), model_folder, waits)
+    parts = [
+        _Part(deployment, *common, _options(role, version, drain_timeout_s=config.worker.drain_timeout_s), pool)
+        for pool in ("", *sorted(config.pools))
+        for deployment, role in _workers(config, pool)
+    ]
+    for entry in config.models:
+        parts += _parts_of(config, entry)
     if config.gateway.replicas:
         gateway = RoleConfig(
             replicas=config.gateway.replicas, num_cpus=config.gateway.num_cpus, resources=config.gateway.resources
         )
         drain_timeout_s = config.gateway.linger_s + config.gateway.drain_timeout_s
         options = _options(gateway, version, drain_timeout_s=drain_timeout_s)
-        options["user_config"] = _counts(config, "")
-        if config.pools:
-            options["user_config"]["pools"] = {pool: _counts(config, pool) for pool in config.pools}
-        roles.append((Gateway, options, {}))
-    if not roles:
+        options["user_config"] = _models(config)
+        parts.append(_Part(Gateway, *common, options))
+    if not parts:
         raise ConfigError(
             "prefill.replicas, decode.replicas, gateway.replicas: all are 0, so there is nothing to serve"
         )
     application: Application | None = None
-    for kind, options, own in roles:
+    for part in parts:
         # Each is bound into the next one only to tie them into one application.
-        others = () if application is None else (application,)
-        application = (
-            serve.deployment(kind)
-            .options(**options, _internal=True)
-            .bind(values, model_folder, *others, **own, **waits)
-        )
+        application = part.bound(*(() if application is None else (application,)))
     assert application is not None
     return application
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    kind: type
+    values: dict[str, Any]
+    model_folder: str
+    waits: dict[str, Any]
+    options: dict[str, Any]
+    pool: str = ""
+    member_pool: str = ""
+
+    def bound(self, *others: Application) -> Application:
+        own = {name: value for name in ("pool", "member_pool") if (value := getattr(self, name))}
+        named = {"name": f"{self.kind.__name__}-{self.pool}"} if self.pool else {}
+        deployment = serve.deployment(self.kind).options(**self.options, **named, _internal=True)
+        return deployment.bind(self.values, self.model_folder, *others, **own, **self.waits)
+
+
+def _workers(config: ClusterConfig, pool: str) -> list[tuple[type[_WorkerReplica], RoleConfig]]:
+    roles = [(kind, config.role_of(kind.kind.value, pool)) for kind in (PrefillWorker, DecodeWorker)]
+    return [(kind, role) for kind, role in roles if role.replicas]
+
+
+def _parts_of(config: ClusterConfig, entry: ModelEntryConfig) -> list[_Part]:
+    # Nothing of other models is in their versions.
+    own = config.of_model(entry.name)
+    values, folder = replica_values(own), own.model.path
+    version = _digest([values, folder, __version__])
+    options = {"drain_timeout_s": own.worker.drain_timeout_s}
+    return [
+        _Part(kind, values, folder, {}, _options(role, version, **options), entry.name, entry.pool)
+        for kind, role in _workers(own, entry.name)
+    ]
+
+
+def _models(config: ClusterConfig) -> dict[str, Any]:
+    """Return what a gateway follows while it serves: counts of workers, models and names."""
+    values = config.model_dump(mode="json")
+    found: dict[str, Any] = _counts(config, "")
+    if config.pools:
+        found["pools"] = {pool: _counts(config, pool) for pool in config.pools}
+    if names := {key: values["model"][key] for key in ("aliases", "canary") if values["model"][key]}:
+        found["model"] = names
+    if config.models:
+        found["models"] = values["models"]
+    return found
+
+
+def gateway_values(values: Mapping[str, Any], models: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a gateway's whole configuration, of its replica's `values` and `models` (see `_models`)."""
+    found: dict[str, Any] = json.loads(json.dumps(values))
+    found["models"] = models.get("models", [])
+    found["model"] |= models.get("model", {})
+    named = models.get("pools", {})
+    found["pools"] = {pool: section for pool, section in found["pools"].items() if pool in named}
+    for counts, sections in ((models, found), *((named[pool], found["pools"][pool]) for pool in found["pools"])):
+        for role in ROLES:
+            sections[role]["replicas"] = counts[role]
+    return found
+
+
 def _counts(config: ClusterConfig, pool: str) -> dict[str, Any]:
-    return {role: config.role_of(role, pool).replicas for role in ("prefill", "decode")}
+    return {role: config.role_of(role, pool).replicas for role in ROLES}
 
 
 def replica_values(config: ClusterConfig) -> dict[str, Any]:
@@ -287,7 +350,7 @@ def replica_values(config: ClusterConfig) -> dict[str, Any]:
     """
     values = config.model_dump(mode="json")
     pools = values["pools"].values()
-    for section in (values["gateway"], *(each[role] for each in (values, *pools) for role in ("prefill", "decode"))):
+    for section in (values["gateway"], *(each[role] for each in (values, *pools) for role in ROLES)):
         section["replicas"] = min(1, section["replicas"])
         for key in ("num_cpus", "num_gpus", "resources"):
             section.pop(key, None)

@@ -123,10 +123,10 @@ def up(config: ClusterConfig, ask: bool, timeout_s: float | None) -> None:
     running = cluster.up(config, ConsoleProgress(console), with_first_answer=ask, timeout_s=timeout_s)
     if running.first_answer is not None:
         _print_first_answer(console, running.first_answer)
-    body = {"model": running.config.served_name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
+    body = {"model": running.config.names[0], "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
     gateway = running.config.gateway
     grpc_says = f", gRPC at {join_host_port(gateway.host, gateway.grpc_port)}" if gateway.grpc_port is not None else ""
-    click.echo(f"\nkvferry serves {running.config.served_name} at {running.url}{grpc_says}\n")
+    click.echo(f"\nkvferry serves {', '.join(running.config.names)} at {running.url}{grpc_says}\n")
     options = " -H 'content-type: application/json'"
     if gateway.wants_bearer:
         options += ' -H "authorization: Bearer $KVFERRY_API_KEY"'
@@ -179,7 +179,8 @@ def status(name: str | None, as_json: bool) -> None:
             )
         elif member.fault:
             numbers = (f"? {member.fault}", "", "", "", "")
-        role = f"{member.kind} of pool {member.pool}" if member.pool else member.kind
+        kind = "model" if member.is_of_entry else "pool"
+        role = f"{member.kind} of {kind} {member.pool}" if member.pool else member.kind
         facts = (role, member.member_id, member.address, str(member.pid), _duration(member.uptime_s))
         table.add_row(*map(escape, (*facts, *numbers)))
     _print_wide(table)
@@ -228,19 +229,26 @@ def down(name: str | None) -> None:
 
 @main.command(name="config")
 @click.option("--vllm", "role", type=click.Choice(ROLES), help="Print this role's vLLM command line instead.")
+@click.option("--entry", default="", help="With --vllm: of this entry of `models`, by its name.")
 @_reported
 @_configured
-def show_config(config: ClusterConfig, role: str | None) -> None:
+def show_config(config: ClusterConfig, role: str | None, entry: str) -> None:
     """Print the effective configuration as YAML."""
     from kvferry.quality.required import check_quality_report
 
-    check_quality_report(config)
+    entries = [each.name for each in config.models]
+    if entry and role is None:
+        raise click.UsageError("--entry needs --vllm prefill or --vllm decode")
+    if entry and entry not in entries:
+        raise ConfigError(f"--entry {entry[:64]!r}: the entries of `models` are: {', '.join(entries) or 'none'}")
+    for name in ("", *entries):
+        check_quality_report(config.of_model(name))
     if role is not None:
         from kvferry.engine.vllm.command_line import command_line
         from kvferry.engine.vllm.text_model import use_cpu_platform
 
         use_cpu_platform()
-        click.echo(command_line(config, role))
+        click.echo(command_line(config.of_model(entry), role, entry))
         return
     click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
 

@@ -7,7 +7,9 @@ gateway.http_port=8001`). Unknown keys and bad values are refused by name.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import itertools
+import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -83,9 +85,25 @@ def _absolute(path: Path) -> Path:
     return path
 
 
+MAX_MODEL_NAME_CHARS = 200
+MAX_ALIASES = 16
+
+
+def check_model_name(name: str) -> None:
+    """Raises ValueError."""
+    if not name or len(name) > MAX_MODEL_NAME_CHARS:
+        raise ValueError(f"a model's name has 1 to {MAX_MODEL_NAME_CHARS} characters, not {len(name)}")
+    if not name.isprintable() or name != name.strip():
+        raise ValueError(f"{name[:80]!r}: control characters, and spaces at an end, are not for a model's name")
+
+
 class ModelConfig(_Section):
     path: str = "default"  # a folder, a hub id, or `default`: the small model that set-up prepares
-    served_name: str = ""  # empty: the last part of the path
+    served_name: str = ""  # empty: the last part of the path; for an entry of `models`, its name
+    aliases: tuple[str, ...] = ()  # further names that clients may ask for
+    # Per cent of the requests for this model's names that another model answers: entries of `models` by name, or
+    # `default`. The rest is this model's.
+    canary: dict[str, float] = Field(default_factory=dict)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
         "auto"  # auto: float32 on a CPU, the model's own on a GPU
     )
@@ -97,6 +115,37 @@ class ModelConfig(_Section):
     # vLLM's parsers for this model's answers. Empty: no tools; reasoning stays part of the content.
     tool_parser: str = ""
     reasoning_parser: str = ""
+
+    @field_validator("served_name")
+    @classmethod
+    def _name_is_printable(cls, name: str) -> str:
+        if name:
+            check_model_name(name)
+        return name
+
+    @field_validator("aliases")
+    @classmethod
+    def _aliases_are_names(cls, aliases: tuple[str, ...]) -> tuple[str, ...]:
+        if len(aliases) > MAX_ALIASES:
+            raise ValueError(f"{len(aliases)} aliases; {MAX_ALIASES} is the limit")
+        for alias in aliases:
+            check_model_name(alias)
+        return aliases
+
+    @field_validator("canary")
+    @classmethod
+    def _shares_leave_nothing_out(cls, canary: dict[str, float]) -> dict[str, float]:
+        for name, percent in canary.items():
+            if not 0 < percent <= 100:
+                raise ValueError(f"{name[:80]!r}: a share is above 0 and at most 100 per cent, not {percent:g}")
+        if sum(canary.values()) > 100:
+            raise ValueError(f"the shares are {sum(canary.values()):g} per cent in all; 100 is the limit")
+        return canary
+
+    @property
+    def computed(self) -> ModelConfig:
+        # Names beside the served one are the gateways'.
+        return self.model_copy(update={"aliases": (), "canary": {}})
 
 
 class EngineConfig(_Section):
@@ -228,6 +277,68 @@ class PoolConfig(_Section):
     served_name: str = Field("", max_length=200)  # requests for this name go to this pool; empty: only by contract
     # Takes only tenants whose contract names it, whatever name they ask for, and uses no volume but its own.
     dedicated: bool = False
+
+
+# Settings of `engine` that processes of all models share.
+_ENGINE_OF_THE_CLUSTER = ("kind", "device", "side_channel_host", "ucx_tls")
+
+
+class ModelTierConfig(_Section):
+    """Absent settings are those of `tier`, which has the volumes of all models."""
+
+    enabled: bool | None = None
+    cpu_gib: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+
+class ModelEntryConfig(_Section):
+    """A model with workers of its own, beside the default one of `model`, `prefill` and `decode`."""
+
+    name: str  # of its workers, deployments and metrics, and of its volumes' `pool`; lower-case letters, digits, dashes
+    model: ModelConfig = ModelConfig()
+    engine: dict[str, Any] = Field(default_factory=dict)  # as `engine`, whose values it replaces; `args` one by one
+    prefill: RoleConfig = RoleConfig()
+    decode: RoleConfig = RoleConfig()
+    tier: ModelTierConfig = ModelTierConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_pools(cls, name: str) -> str:
+        check_new_pool_name(name)
+        if name == "other":
+            raise ValueError(f"{name!r}: metrics have it for the sum of many models")
+        return name
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_is_the_models(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        for key in _ENGINE_OF_THE_CLUSTER:
+            if key in engine:
+                raise ValueError(f"{key}: all models of a cluster have that of the section `engine`")
+        return engine
+
+    @property
+    def served_model(self) -> ModelConfig:
+        return self.model.computed.model_copy(update={"served_name": self.model.served_name or self.name})
+
+    @property
+    def pool(self) -> str:
+        # Of its workers, as members and requests name it. It changes with the model: no request that was begun with one
+        # goes on with another of the same name.
+        settings = json.dumps(self.served_model.model_dump(mode="json"), sort_keys=True)
+        return f"{self.name}{_OF_SETTINGS}{hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()}"
+
+
+# Between an entry's name and the digest of its model's settings, in the name of its pool. No configured pool has it.
+_OF_SETTINGS = "@"
+
+
+def is_of_entry(pool: str) -> bool:
+    return _OF_SETTINGS in pool
+
+
+def entry_of(pool: str) -> str:
+    """Return the configured name of a pool or entry."""
+    return pool.partition(_OF_SETTINGS)[0]
 
 
 class TlsConfig(_Section):
@@ -525,6 +636,8 @@ class TracingConfig(_Section):
         return self
 
 
+_NO_WORKERS: Mapping[str, Any] = {"replicas": 0}
+
 # Listeners, named by the key of their address.
 Listener = Literal["gateway.host", "worker.host", "engine.side_channel_host", "tier.host", "metrics.host"]
 
@@ -542,6 +655,8 @@ class ClusterConfig(_Section):
     prefill: RoleConfig = RoleConfig()
     decode: RoleConfig = RoleConfig()
     pools: dict[str, PoolConfig] = Field(default_factory=dict)  # further pools by name; the default one has no name
+    # Further models. A cluster with some, whose `prefill`, `decode` and `pools` have no replicas, has no default model.
+    models: tuple[ModelEntryConfig, ...] = ()
     worker: WorkerConfig = WorkerConfig()
     gateway: GatewayConfig = GatewayConfig()
     membership: MembershipConfig = MembershipConfig()
@@ -570,16 +685,63 @@ class ClusterConfig(_Section):
         return pools
 
     @model_validator(mode="after")
+    def _models_have_names(self) -> ClusterConfig:
+        if len(self.models) + len(self.pools) > MAX_POOLS:
+            raise ValueError(f"models: {len(self.models)} and {len(self.pools)} pools; {MAX_POOLS} in all is the limit")
+        places: dict[str, str] = {name: f"pools.{name}" for name in self.pools}
+        for place, entry in enumerate(self.models):
+            if (other := places.setdefault(entry.name, f"models.{place}")) != f"models.{place}":
+                raise ValueError(f"models.{place}.name: {entry.name!r} is the name of {other}")
+        return self
+
+    @model_validator(mode="after")
     def _pools_make_sense(self) -> ClusterConfig:
-        name_to_owner = {self.served_name: "the default pool"}
-        for name, pool in self.pools.items():
-            if pool.served_name and (owner := name_to_owner.setdefault(pool.served_name, f"pool {name!r}")) != (
-                f"pool {name!r}"
-            ):
-                raise ValueError(f"pools.{name}.served_name: {pool.served_name!r} is the name of {owner}")
+        owner_of = {self.served_name: "the default pool"} if self.serves_default else {}
+        names = {f"pools.{name}.served_name": pool.served_name for name, pool in self.pools.items()}
+        names |= {f"model.aliases.{place}": alias for place, alias in enumerate(self.model.aliases)}
+        for place, entry in enumerate(self.models):
+            names[f"models.{place}.model.served_name"] = entry.served_model.served_name
+            names |= {f"models.{place}.model.aliases.{i}": alias for i, alias in enumerate(entry.model.aliases)}
+        for key, name in names.items():
+            if name and (owner := owner_of.setdefault(name, key)) != key:
+                raise ValueError(f"{key}: {name!r} is the name of {_owner_in_words(owner)}")
+        pools = {*self.pools, *(entry.name for entry in self.models)}
         for place, volume in enumerate(self.tier.volumes):
-            if volume.pool and volume.pool not in self.pools:
+            if volume.pool and volume.pool not in pools:
                 raise ValueError(f"tier.volumes.{place}.pool: there is no pool {volume.pool[:80]!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _models_make_sense(self) -> ClusterConfig:
+        known = {*(entry.name for entry in self.models), *([DEFAULT_POOL] if self.serves_default else [])}
+        for key, own, canary in (
+            ("model", DEFAULT_POOL, self.model.canary),
+            *((f"models.{place}.model", each.name, each.model.canary) for place, each in enumerate(self.models)),
+        ):
+            for name in canary:
+                if name == own or name not in known:
+                    why = "is the model itself" if name == own else "is no model of this cluster"
+                    raise ValueError(f"{key}.canary: {name[:80]!r} {why}")
+        for place, entry in enumerate(self.models):
+            try:
+                self.of_model(entry.name)
+            except ValidationError as error:
+                faults = (_explain_derived(fault, entry.name) for fault in error.errors())
+                raise ValueError("; ".join(f"models.{place}.{fault}" for fault in faults)) from None
+        return self
+
+    @model_validator(mode="after")
+    def _models_share_volumes_of_one_layout(self) -> ClusterConfig:
+        if self.engine.kind != "vllm" or self.tier.blocks_per_chunk is not None:
+            return self
+        users = [entry.name for entry in self.models if self.of_model(entry.name).volumes_of(entry.name) == ""]
+        users += [DEFAULT_POOL] if self.serves_default and self.volumes_of("") == "" else []
+        if len(users) > 1:
+            raise ValueError(
+                f"tier.blocks_per_chunk: must be set where models share volumes ({', '.join(sorted(users))}): by "
+                "default each would have its own, and gateways know one per volume. Or give them volumes of their own "
+                "(tier.volumes.N.pool)"
+            )
         return self
 
     @model_validator(mode="after")
@@ -643,6 +805,53 @@ class ClusterConfig(_Section):
                 f"({max_model_len}), or the longest prompt could never be admitted"
             )
         return self
+
+    @property
+    def serves_default(self) -> bool:
+        roles = (getattr(section, role) for section in (self, *self.pools.values()) for role in ROLES)
+        return not self.models or any(role.replicas for role in roles)
+
+    @property
+    def names(self) -> list[str]:
+        """Served names, the default model's first; aliases and names of pools are further ones."""
+        default = [self.served_name] if self.serves_default else []
+        return [*default, *(entry.served_model.served_name for entry in self.models)]
+
+    def entry(self, name: str) -> ModelEntryConfig:
+        """Raises KeyError."""
+        return {entry.name: entry for entry in self.models}[name]
+
+    def of_model(self, name: str = "") -> ClusterConfig:
+        """Return the configuration of one model's workers, an entry's in the pool of its name; empty: the default's.
+
+        It stays as it is when other models change.
+        """
+        values = self.model_dump(exclude={"models"})
+        own: dict[str, Any] = {}
+        if name:
+            entry = self.entry(name)
+            values["model"] = entry.served_model.model_dump()
+            values["engine"] |= entry.engine
+            if isinstance(own_args := entry.engine.get("args"), dict):
+                values["engine"]["args"] = {**self.engine.args, **own_args}
+            values["tier"] |= entry.tier.model_dump(exclude_none=True)
+            if not values["tier"]["enabled"]:
+                values["tier"]["volumes"] = ()
+            values |= {"prefill": _NO_WORKERS, "decode": _NO_WORKERS}
+            own = {name: {"prefill": entry.prefill.model_dump(), "decode": entry.decode.model_dump()}}
+        else:
+            values["model"] = self.model.computed.model_dump()
+            own = values["pools"]
+        # A keeper has the volumes of all models.
+        others = {volume["pool"] for volume in values["tier"]["volumes"]} - {"", *own}
+        values["pools"] = {**own, **{pool: {"prefill": _NO_WORKERS, "decode": _NO_WORKERS} for pool in sorted(others)}}
+        return ClusterConfig.model_validate(values)
+
+    def with_models_of(self, other: ClusterConfig) -> ClusterConfig:
+        """Return this configuration with another one's models, names and counts."""
+        names = {"aliases": other.model.aliases, "canary": other.model.canary}
+        counts = {"prefill": other.prefill, "decode": other.decode, "pools": other.pools}
+        return self.model_copy(update={"models": other.models, "model": self.model.model_copy(update=names), **counts})
 
     @property
     def served_name(self) -> str:
@@ -806,6 +1015,15 @@ def _explain(fault: Any, values: Mapping[str, Any]) -> str:
     if fault["type"] in _TYPE_TO_WORDS:
         message = f"expected {_TYPE_TO_WORDS[fault['type']]}"
     return f"{key}: {message}, not {fault['input']!r}" if not isinstance(fault["input"], dict) else f"{key}: {message}"
+
+
+def _explain_derived(fault: Any, entry: str) -> str:
+    text = _explain(fault, {}).removeprefix("configuration: ")
+    return text.replace(f"pools.{entry}.", "")
+
+
+def _owner_in_words(key: str) -> str:
+    return f"pool {key.split('.')[1]!r}" if key.startswith("pools.") else key
 
 
 def _keys_beside(path: Sequence[str]) -> list[str]:

@@ -341,6 +341,54 @@ TENANT_TOKEN_GAP = Metric(
     (_TENANT,),
 )
 TENANTS_SEEN = (TENANT_REQUESTS, TENANT_TOKENS, TENANT_FIRST_TOKEN, TENANT_TOKEN_GAP)
+_MODEL = Label(
+    "model", "that answered: an entry of `models`, or `default`; `other`: the sum of those after 256 pairs with `asked`"
+)
+MODEL_REQUESTS = Metric(
+    "kvferry_model_requests_total",
+    Kind.COUNTER,
+    "requests",
+    Exporter.GATEWAY,
+    "Requests that a model was chosen for.",
+    (
+        _MODEL,
+        Label("asked", "whose name the client said; another one than `model` under `model.canary`"),
+        Label("outcome", "as of kvferry_tenant_requests_total", TENANT_OUTCOMES),
+    ),
+)
+MODEL_TOKENS = Metric(
+    "kvferry_model_tokens_total",
+    Kind.COUNTER,
+    "tokens",
+    Exporter.GATEWAY,
+    "Tokens of requests that were dispatched, also of those that ended early.",
+    (_MODEL, Label("type", "`cached`: of the prompt tokens, those that were not computed", TENANT_TOKEN_KINDS)),
+)
+MODEL_FIRST_TOKEN = Metric(
+    "kvferry_model_time_to_first_token_seconds",
+    Kind.SUMMARY,
+    "seconds",
+    Exporter.GATEWAY,
+    "From a request's dispatch to its first token.",
+    (_MODEL,),
+)
+MODEL_TOKEN_GAP = Metric(
+    "kvferry_model_time_per_output_token_seconds",
+    Kind.SUMMARY,
+    "seconds",
+    Exporter.GATEWAY,
+    "Mean time between the tokens of a request, first token excluded.",
+    (_MODEL,),
+)
+MODEL_READY = Metric(
+    "kvferry_model_ready",
+    Kind.GAUGE,
+    "",
+    Exporter.GATEWAY,
+    "Whether requests for the model can be answered: it is loaded, and a decode worker of it is connected.",
+    (Label("model", "an entry of `models`, or `default`"),),
+)
+MODELS_SEEN = (MODEL_REQUESTS, MODEL_TOKENS, MODEL_FIRST_TOKEN, MODEL_TOKEN_GAP, MODEL_READY)
 USAGE_RECORDS_LOST = Metric(
     "kvferry_usage_records_lost_total",
     Kind.COUNTER,

@@ -54,13 +54,23 @@ class SimCluster:
     def in_pool(self, pool: str, kind: MemberKind = MemberKind.DECODE) -> list[WorkerHost]:
         return [host for host in self.hosts(kind) if host.member.pool == pool]
 
+    async def add_model_worker(self, kind: MemberKind, name: str) -> tuple[WorkerHost, SimEngine]:
+        """As Serve does for an entry of `models`."""
+        config, entry = self.config.of_model(name), self.config.entry(name)
+        return await self.add_worker(kind, config, name, entry.pool, entry.model.path)
+
     async def add_worker(
-        self, kind: MemberKind, config: ClusterConfig | None = None, pool: str = ""
+        self,
+        kind: MemberKind,
+        config: ClusterConfig | None = None,
+        pool: str = "",
+        member_pool: str | None = None,
+        folder: str = MODEL,
     ) -> tuple[WorkerHost, SimEngine]:
         config = config or self.config
-        engine = build_engine(config, kind, MODEL, pool=pool)
+        engine = build_engine(config, kind, folder, pool=pool)
         assert isinstance(engine, SimEngine)
-        host = WorkerHost(config, kind, engine, MemoryMembership(self.registry), pool)
+        host = WorkerHost(config, kind, engine, MemoryMembership(self.registry), pool, member_pool)
         await host.start()
         self.workers.append((host, engine))
         return host, engine
@@ -147,6 +157,10 @@ async def running(
             for kind in WORKER_KINDS:
                 for _ in range(config.role_of(kind.value, pool).replicas):
                     await cluster.add_worker(kind, pool=pool)
+        for entry in config.models:
+            for kind in WORKER_KINDS:
+                for _ in range(config.of_model(entry.name).role_of(kind.value, entry.name).replicas):
+                    await cluster.add_model_worker(kind, entry.name)
         await cluster.add_gateway()
         await cluster.ready()
         yield cluster

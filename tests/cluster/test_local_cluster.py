@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+import yaml
 
 from kvferry.addresses import free_port
 from kvferry.client import Client
@@ -393,3 +397,120 @@ def test_pools_start_with_the_rest_and_are_named(machine: Machine) -> None:
         return refused.status_code == 503 and "no decode worker of pool 'empty' is connected" in refused.text
 
     wait_until(is_refused, timeout_s=30, what="the pool without workers is named")
+
+
+def entry(name: str, revision: str, **model: Any) -> dict[str, Any]:
+    role = {"num_cpus": 0.1}
+    return {
+        "name": name,
+        "model": {"path": f"org/{name}", "revision": revision, **model},
+        "prefill": role,
+        "decode": role,
+    }
+
+
+class Load:
+    """Clients of two names that never pause, and what they got."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.answers: Counter[str] = Counter()  # by model that answered
+        self.faults: list[str] = []
+        self._texts: dict[tuple[str, str], set[str]] = {}  # by model and prompt
+        self._url = machine.url
+        self._is_over = threading.Event()
+        self._clients = [
+            threading.Thread(target=self._ask, args=(name, i)) for i in range(2) for name in ("chat", "beta")
+        ]
+
+    def __enter__(self) -> Load:
+        for client in self._clients:
+            client.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for client in self._clients:
+            client.join()
+
+    def _ask(self, name: str, number: int) -> None:
+        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as http:
+            for i in itertools.count(number):
+                if self._is_over.is_set():
+                    return
+                prompt = f"one two three {i % 5}"
+                body = {"model": name, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+                try:
+                    answer = http.post("/v1/completions", json=body, headers={"x-kvferry-debug": "1"})
+                except httpx.HTTPError as error:
+                    self.faults.append(repr(error))
+                    continue
+                if answer.status_code != 200:
+                    self.faults.append(answer.text)
+                    continue
+                model = answer.json()["kvferry"]["pool"]
+                self._texts.setdefault((model, prompt), set()).add(answer.json()["choices"][0]["text"])
+                if model not in (("beta",) if name == "beta" else ("alpha", "alpha-2")):
+                    self.faults.append(f"{name} was answered by {model}")
+                self.answers[model] += 1
+
+    def until_answers_of(self, model: str) -> None:
+        goal = self.answers[model] + 20
+        wait_until(lambda: self.answers[model] >= goal, timeout_s=120, what=f"more answers of {model}")
+
+    def check(self) -> None:
+        assert self.faults == []
+        assert all(len(texts) == 1 for texts in self._texts.values()), "a model always answers alike"
+        by_prompt: dict[str, list[str]] = {}
+        for (_, prompt), texts in self._texts.items():
+            by_prompt.setdefault(prompt, []).extend(texts)
+        assert all(len(set(texts)) == len(texts) for texts in by_prompt.values()), "and no two of them do"
+
+
+def test_a_model_is_replaced_while_another_serves(machine: Machine, tmp_path: Path) -> None:
+    """Up with a changed file: a new entry, a share for it, its predecessor's name, and the end of that one."""
+    file = tmp_path / "cluster.yaml"
+
+    def up(*models: dict[str, Any], **more: Any) -> subprocess.CompletedProcess[str]:
+        none = {"replicas": 0}
+        file.write_text(yaml.safe_dump({"prefill": none, "decode": none, "models": list(models), **more}))
+        return machine.up("--no-ask", "--config", str(file))
+
+    def members(pool: str) -> dict[str, int]:
+        shown = json.loads(machine.run("status", "--json", timeout_s=60).stdout)["members"]
+        return {member["member_id"]: member["pid"] for member in shown if member["pool"] == pool}
+
+    alpha, beta, new = entry("alpha", "1", served_name="chat"), entry("beta", "b1"), entry("alpha-2", "2")
+    started = up(alpha, beta)
+    assert started.returncode == 0, started.stdout + started.stderr
+    assert "kvferry serves chat, beta at" in started.stdout
+    wait_until(lambda: len(members("beta")) == len(members("alpha")) == 2, timeout_s=60, what="all are listed")
+    of_beta, gateway = members("beta"), members("")
+    assert "decode of model beta" in machine.run("status", timeout_s=60).stdout
+    with Load(machine) as load:
+        load.until_answers_of("alpha")
+        refused = up(alpha, beta, new, gateway={"queue_timeout_s": 5})
+        assert refused.returncode == 2, refused
+        assert "gateway.queue_timeout_s: the cluster 'kvferry' runs with another value" in refused.stderr
+        with_share = entry("alpha", "1", served_name="chat", canary={"alpha-2": 50})
+        changed = up(with_share, beta, new)
+        assert changed.returncode == 0, changed.stdout + changed.stderr
+        load.until_answers_of("alpha-2")
+        whole = up(entry("alpha", "1", served_name="chat", canary={"alpha-2": 100}), beta, new)
+        assert whole.returncode == 0, whole.stdout + whole.stderr
+        load.until_answers_of("alpha-2")
+        heir = entry("alpha-2", "2", aliases=["chat"])
+        last = up(heir, beta)
+        assert last.returncode == 0, last.stdout + last.stderr
+        wait_until(lambda: not members("alpha"), timeout_s=90, what="the old model's workers end")
+        before = load.answers["alpha"]
+        load.until_answers_of("alpha-2")
+        load.until_answers_of("beta")
+        assert load.answers["alpha"] == before
+    load.check()
+    assert members("beta") == of_beta, "the same processes with the same engines"
+    assert members("") == gateway, "the gateway was not restarted either"
+    again = up(heir, beta)
+    assert again.returncode == 1
+    assert "already runs" in again.stderr
+    names = [each["id"] for each in httpx.get(f"{machine.url}/v1/models").json()["data"]]
+    assert names == ["alpha-2", "chat", "beta"]

@@ -33,6 +33,7 @@ TENANT = "acme"
 # What an idle process says that is not zero, and is no counter.
 NOT_ZERO_AT_FIRST = frozenset(
     {
+        "kvferry_model_ready",
         "kvferry_ready",
         *("kvferry_worker_connected", "kvferry_worker_kv_pages"),
         *("kvferry_volume_readable", "kvferry_volume_writable", "kvferry_volume_capacity_bytes"),
@@ -180,6 +181,8 @@ async def test_prometheus_sees_every_documented_metric(
     await until_value(f'{stored} - sum(kvferry_tier_operations_total{{direction="write",outcome="ok"}})', 0)
     await until_value('sum(kvferry_tier_breaker_state{state="closed"})', 2)
     await until_value(f'sum(kvferry_tenant_requests_total{{tenant="{TENANT}",outcome="ok"}})', NUM_REQUESTS)
+    await until_value('sum(kvferry_model_requests_total{asked="default",model="default",outcome="ok"})', NUM_REQUESTS)
+    await until_value('sum(kvferry_model_time_to_first_token_seconds_count{model="default"})', NUM_REQUESTS)
     await until_value(f'sum(kvferry_engine_tenant_wait_seconds_count{{tenant="{TENANT}"}})', NUM_REQUESTS)
     prompts = f'sum(kvferry_engine_tenant_prompt_tokens_total{{tenant="{TENANT}"}})'
     await until_value(f"{prompts} - sum(kvferry_engine_prompt_tokens_total)", 0)

@@ -425,3 +425,60 @@ async def test_a_pools_pages_lie_on_its_own_volumes_and_are_loaded_by_its_engine
         # A pool that has no volume of its own, and pages of the same dtype, shares those of the default pool.
         await until(lambda: chunks_on("common") >= num_pages)
         assert set(gateway.volume_pool.costs("own")) != set(gateway.volume_pool.costs())
+
+
+async def test_models_that_share_a_volume_find_none_of_each_others_pages(tmp_path: Path, sockets: Path) -> None:
+    """Two of the same folder, one of them with a volume of its own: on gateways by route key, on keepers by chunk."""
+    role = {"prefill": {"replicas": 0}, "decode": {"replicas": 1}}
+    plain = config_with(tmp_path / "common", sockets).model_dump(mode="json")
+    plain["tier"]["volumes"].append({"path": str(tmp_path / "own"), "capacity_gib": 0.1, "pool": "own"})
+    plain["models"] = [
+        {"name": "own", "model": {"path": MODEL}, **role},
+        {"name": "twin", "model": {"path": MODEL}, **role},
+    ]
+    config = configuration.parse(plain)
+
+    def chunks_on(name: str) -> int:
+        return len(list(list_chunks(tmp_path / name)))
+
+    async with gateway_over(config) as cluster, keeper(config.of_model("twin"), cluster.registry) as kept:
+
+        async def add_workers() -> dict[str, SimEngine]:
+            for name in ("", "own", "twin"):
+                of_model = config.of_model(name)
+                engine = build_engine(
+                    of_model, MemberKind.DECODE, MODEL, keeper_socket=kept.member.socket_path, pool=name
+                )
+                assert isinstance(engine, SimEngine)
+                member_pool = config.entry(name).pool if name else ""
+                membership = MemoryMembership(cluster.registry)
+                host = WorkerHost(of_model, MemberKind.DECODE, engine, membership, name, member_pool)
+                await host.start()
+                cluster.workers.append((host, engine))
+                await until(lambda engine=engine: has_keeper(engine))  # type: ignore[misc]
+            await until(lambda: len(cluster.gateway.readiness().members) == 3)  # type: ignore[union-attr]
+            return {name: engine for name, (_, engine) in zip(("", "own", "twin"), cluster.workers, strict=True)}
+
+        await cluster.add_gateway()
+        gateway = cluster.gateway
+        assert gateway is not None
+        await add_workers()
+        _, values = await ask(cluster)
+        num_pages = values["usage"]["prompt_tokens"] // PAGE  # type: ignore[index]
+        await until(lambda: chunks_on("common") >= num_pages)
+        await until(lambda: any(holder.tier.value == "volume" for holder in gateway.residency.index.holders()))
+        await end_workers(cluster)
+        engines = await add_workers()
+        on_common = chunks_on("common")
+        await ask(cluster, model="twin")
+        await ask(cluster, model="own")
+        assert [engines[name].stats().cached_tokens.volume for name in ("twin", "own")] == [0, 0]
+        # The twin's chunks lie beside the default model's, of the same tokens and layout.
+        await until(lambda: chunks_on("common") >= on_common + num_pages)
+        await until(lambda: chunks_on("own") >= num_pages)
+        await end_workers(cluster)
+        engines = await add_workers()
+        for name in ("twin", "own"):
+            await ask(cluster, model=name)
+            assert engines[name].stats().cached_tokens.volume >= 0.95 * num_pages * PAGE, "its own are found"
+        assert engines[""].stats().cached_tokens.volume == 0

@@ -299,6 +299,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (at("networkPolicy.rayFrom", [{"podSelector": {}}]), "networkPolicy.rayFrom is for ray.mode: existing"),
     (at("image.registry", ""), "etcd.image.registry and image.registry are empty: etcd-development/etcd is in no"),
     (at("config.pools", {"finance": {}}), "pods for the default pool only, so theirs would never start"),
+    (at("config.models", [{"name": "b"}]), "pods for the default model only, and RayService gives all deployments one"),
     (at("config.metrics.host", "auto"), "metrics"),
     (merged(WEIGHTS, at("config.model.path", "/models/m")), 'config.model.path is "/models/m": the volume is filled'),
     (merged(WEIGHTS, at("model.volume.claimName", "c")), "model.volume says where the model is: name one of them"),

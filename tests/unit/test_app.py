@@ -98,6 +98,59 @@ def test_counts_and_placement_change_no_version_and_everything_else_does() -> No
     assert versions(log_level="DEBUG") != before
 
 
+ALPHA: dict[str, Any] = {"name": "alpha", "model": {"path": "/models/alpha"}, "decode": {"replicas": 2}}
+BETA: dict[str, Any] = {"name": "beta", "model": {"path": "/models/beta"}, "prefill": {"replicas": 0}}
+
+
+def test_each_model_has_deployments_whose_versions_know_of_no_other_model() -> None:
+    built = build(models=[ALPHA, BETA])
+    assert {name: each.num_replicas for name, each in built.items()} == {
+        "PrefillWorker": 1,
+        "DecodeWorker": 1,
+        "Gateway": 1,
+        "PrefillWorker-alpha": 1,
+        "DecodeWorker-alpha": 2,
+        "DecodeWorker-beta": 1,
+    }
+    alpha = built["DecodeWorker-alpha"]
+    assert alpha.init_args[1] == "/models/alpha"
+    pool = configuration.parse(values(models=[ALPHA])).entry("alpha").pool
+    assert alpha.init_kwargs == {"pool": "alpha", "member_pool": pool}
+
+    def versions(**changes: Any) -> dict[str, tuple[str, str]]:
+        return {name: (each.version, str(each.init_args[:2])) for name, each in build(**changes).items()}
+
+    before = versions(models=[ALPHA, BETA])
+    shares = {**ALPHA, "model": {**ALPHA["model"], "aliases": ["a"], "canary": {"beta": 5}}}
+    assert versions(models=[shares, BETA], model={"aliases": ["d"], "canary": {"alpha": 1}}) == before
+    assert versions(models=[{**ALPHA, "decode": {"replicas": 7}}, BETA]) == before
+    assert versions() == {name: before[name] for name in ("PrefillWorker", "DecodeWorker", "Gateway")}
+    for changed in ({**BETA, "model": {"path": "/other"}}, {**BETA, "engine": {"block_size": 16}}):
+        after = versions(models=[ALPHA, changed])
+        assert {name for name in before if after[name] != before[name]} == {"DecodeWorker-beta"}
+
+
+def test_a_gateway_follows_models_that_its_replica_was_not_made_with() -> None:
+    tier = {"enabled": True, "volumes": [{"path": "/v", "capacity_gib": 1, "pool": "beta"}]}
+    sections = {
+        "models": [{**ALPHA, "model": {"path": "/models/alpha", "canary": {"beta": 5}}}, BETA],
+        "model": {"path": "/models/m", "aliases": ["d"]},
+        "pools": {"p": {"decode": {"replicas": 3}}},
+        "prefill": {"replicas": 4},
+        "tier": tier,
+    }
+    wanted = configuration.parse(values(**sections))
+    gateway = build(**sections)["Gateway"]
+    made = configuration.parse(app.gateway_values(gateway.init_args[0], gateway.user_config))
+    for key in ("models", "model", "tier", "engine", "prefill", "decode", "pools"):
+        assert getattr(made, key) == getattr(wanted, key), key
+    # The same replica, after a change.
+    later = build(**{**sections, "models": [BETA]})["Gateway"]
+    assert later.version == gateway.version
+    made = configuration.parse(app.gateway_values(gateway.init_args[0], later.user_config))
+    assert [entry.name for entry in made.models] == ["beta"]
+
+
 def test_a_replica_gets_a_configuration_that_parses() -> None:
     config = configuration.parse(values(decode={"replicas": 7, "num_gpus": 1, "engine": {"max_num_seqs": 8}}))
     kept = configuration.parse(app.replica_values(config))

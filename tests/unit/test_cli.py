@@ -61,6 +61,18 @@ def test_flags_become_the_configuration() -> None:
     assert config["gateway"]["host"] == "0.0.0.0"
 
 
+def test_the_command_line_of_an_entry_is_asked_for_by_its_name() -> None:
+    models = ("--engine", "sim", "--set", "models=[{name: a}, {name: b}]")
+    shown = yaml.safe_load(run("config", *models).output)
+    assert [entry["name"] for entry in shown["models"]] == ["a", "b"]
+    unknown = run("config", *models, "--vllm", "decode", "--entry", "c")
+    assert (unknown.exit_code, unknown.output.count("Traceback")) == (2, 0)
+    assert "--entry 'c': the entries of `models` are: a, b" in unknown.output
+    alone = run("config", *models, "--entry", "a")
+    assert alone.exit_code == 2
+    assert "--entry needs --vllm prefill or --vllm decode" in alone.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

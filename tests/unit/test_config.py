@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.config import MAX_POOLS, ClusterConfig, TierConfig, load, parse
+from kvferry.config import MAX_POOLS, ClusterConfig, TierConfig, entry_of, is_of_entry, load, parse
 from kvferry.errors import ConfigError
 
 
@@ -424,6 +424,149 @@ def test_a_value_of_the_wrong_kind_is_told_in_words_of_yaml(flag: str, said: str
 )
 def test_pools_that_make_no_sense_are_refused(sections: dict[str, Any], said: str) -> None:
     assert said in fault(**sections)
+
+
+NO_DEFAULT: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"models": [{"name": "A"}]}, "models.0.name: pool 'A': lower-case letters, digits and dashes, at most 31"),
+        ({"models": [{"name": "a@b"}]}, "models.0.name: pool 'a@b': lower-case letters"),
+        ({"models": [{"name": "a\nb"}]}, "models.0.name: pool 'a\\nb': lower-case letters"),
+        ({"models": [{"name": "default"}]}, "models.0.name: pool 'default': the workers of `prefill` and `decode`"),
+        ({"models": [{"name": "other"}]}, "models.0.name: 'other': metrics have it for the sum of many models"),
+        ({"models": [{}]}, "models.0.name: Field required"),
+        ({"models": {"a": {}}}, "models: expected a list"),
+        ({"models": [{"name": "a"}, {"name": "a"}]}, "models.1.name: 'a' is the name of models.0"),
+        ({"models": [{"name": "a"}], "pools": {"a": {}}}, "models.0.name: 'a' is the name of pools.a"),
+        (
+            {"models": [{"name": f"m{i}"} for i in range(MAX_POOLS)], "pools": {"p": {}}},
+            f"models: 16 and 1 pools; {MAX_POOLS} in all is the limit",
+        ),
+        (
+            {"model": {"served_name": "m"}, "models": [{"name": "a", "model": {"served_name": "m"}}]},
+            "models.0.model.served_name: 'm' is the name of the default pool",
+        ),
+        (
+            {"models": [{"name": "a", "model": {"aliases": ["x"]}}, {"name": "x"}]},
+            "models.1.model.served_name: 'x' is the name of models.0.model.aliases.0",
+        ),
+        (
+            {"pools": {"p": {"served_name": "x"}}, "model": {"aliases": ["x"]}},
+            "model.aliases.0: 'x' is the name of pool 'p'",
+        ),
+        ({"model": {"served_name": "m", "aliases": ["m"]}}, "model.aliases.0: 'm' is the name of the default pool"),
+        ({"model": {"served_name": "a\x07"}}, "model.served_name: 'a\\x07': control characters, and spaces at an end"),
+        ({"model": {"aliases": ["a\u2028b"]}}, "model.aliases: 'a\\u2028b': control characters"),
+        ({"model": {"aliases": [" a"]}}, "model.aliases: ' a': control characters, and spaces at an end"),
+        ({"model": {"aliases": [""]}}, "model.aliases: a model's name has 1 to 200 characters, not 0"),
+        ({"model": {"aliases": ["a" * 201]}}, "model.aliases: a model's name has 1 to 200 characters, not 201"),
+        ({"model": {"aliases": [f"a{i}" for i in range(17)]}}, "model.aliases: 17 aliases; 16 is the limit"),
+        ({"model": {"canary": {"b": 5}}}, "model.canary: 'b' is no model of this cluster"),
+        ({"models": [{"name": "a", "model": {"canary": {"a": 5}}}]}, "models.0.model.canary: 'a' is the model itself"),
+        ({"model": {"canary": {"default": 5}}}, "model.canary: 'default' is the model itself"),
+        (
+            {**NO_DEFAULT, "models": [{"name": "a", "model": {"canary": {"default": 5}}}]},
+            "models.0.model.canary: 'default' is no model of this cluster",
+        ),
+        ({"model": {"canary": {"a": 0}}}, "model.canary: 'a': a share is above 0 and at most 100 per cent, not 0"),
+        ({"model": {"canary": {"a": float("nan")}}}, "model.canary: 'a': a share is above 0 and at most 100 per cent"),
+        ({"model": {"canary": {"a": 60, "b": 41}}}, "model.canary: the shares are 101 per cent in all; 100 is the"),
+        (
+            {"models": [{"name": "a", "engine": {"kind": "vllm"}}]},
+            "models.0.engine: kind: all models of a cluster have",
+        ),
+        (
+            {"models": [{"name": "a", "engine": {"blok_size": 3}}]},
+            "models.0.engine.blok_size: unknown key (value 3); did",
+        ),
+        ({"models": [{"name": "a", "engine": {"block_size": 0}}]}, "models.0.engine.block_size: Input should be"),
+        ({"models": [{"name": "a", "engine": {"args": 3}}]}, "models.0.engine.args: expected a mapping"),
+        (
+            {"models": [{"name": "a", "engine": {"args": {"nonsense": 1}}}]},
+            "models.0.engine.args: nonsense: vLLM has no",
+        ),
+        (
+            {"models": [{"name": "a", "decode": {"engine": {"args": {"nonsense": 1}}}}]},
+            "models.0.decode.engine.args: nonsense: vLLM has no",
+        ),
+        (
+            {
+                "engine": {"kind": "vllm"},
+                "models": [{"name": "a"}],
+                "tier": {"enabled": True, "volumes": [{"path": "/v", "capacity_gib": 1}]},
+            },
+            "tier.blocks_per_chunk: must be set where models share volumes (a, default)",
+        ),
+    ],
+)
+def test_models_that_make_no_sense_are_refused(sections: dict[str, Any], said: str) -> None:
+    assert said in fault(**{"engine": {"kind": "sim"}, **sections})
+
+
+def test_a_model_has_a_configuration_of_its_own_that_no_other_changes() -> None:
+    beta = {
+        "name": "beta",
+        "model": {"path": "org/beta", "aliases": ["b"], "canary": {"alpha": 10}},
+        "engine": {"block_size": 8, "args": {"seed": 3}},
+        "tier": {"cpu_gib": 2},
+        "decode": {"replicas": 3, "engine": {"max_num_seqs": 2}},
+    }
+    volumes = [{"path": "/v"}, {"path": "/w", "pool": "beta"}]
+    tier = {"enabled": True, "volumes": [{**volume, "capacity_gib": 1} for volume in volumes]}
+
+    def made(**changes: Any) -> ClusterConfig:
+        return parse({"engine": {"kind": "sim", "args": {"watermark": 0.02}}, "tier": tier, **changes})
+
+    config = made(models=[{"name": "alpha"}, beta])
+    assert parse(config.model_dump(mode="json")) == config
+    own = config.of_model("beta")
+    assert parse(own.model_dump(mode="json")) == own, "replicas read it again"
+    assert (own.served_name, own.model.path, own.model.aliases, own.model.canary) == ("beta", "org/beta", (), {})
+    engine = own.engine_of("decode", "beta")
+    assert (engine.block_size, engine.max_num_seqs, engine.kind) == (8, 2, "sim")
+    assert engine.args == {"watermark": 0.02, "seed": 3}
+    assert (own.role_of("decode", "beta").replicas, own.decode.replicas, own.models) == (3, 0, ())
+    assert (own.tier.cpu_gib, own.tier.volumes, own.volumes_of("beta")) == (2, config.tier.volumes, "beta")
+    assert config.of_model("alpha").volumes_of("alpha") == config.of_model().volumes_of("") == ""
+    # Others come, go and change; names and shares are the gateways'.
+    plain = {**beta, "model": {"path": "org/beta"}}
+    assert made(models=[plain, {"name": "c"}], model={"path": "elsewhere"}).of_model("beta") == own
+    assert (
+        made(models=[{"name": "alpha"}, {"name": "c"}, beta], model={"aliases": ["d"]}).of_model() == config.of_model()
+    )
+    assert (
+        made(models=[{"name": "alpha"}, {**beta, "tier": {"enabled": False}}]).of_model("beta").volumes_of("beta")
+        is None
+    )
+
+
+def test_an_entry_names_its_workers_after_its_model() -> None:
+    def pool(**model: Any) -> str:
+        (entry,) = parse({"engine": {"kind": "sim"}, "models": [{"name": "a", "model": model}]}).models
+        return entry.pool
+
+    assert pool() == pool(aliases=["b"]) == pool(served_name="a"), "names beside the served one are the gateways'"
+    different = [pool(), pool(path="x"), pool(revision="2"), pool(served_name="b"), pool(tool_parser="hermes")]
+    assert len(set(different)) == len(different)
+    assert all(is_of_entry(each) and entry_of(each) == "a" for each in different)
+    assert (is_of_entry("a"), entry_of("a"), entry_of("")) == (False, "a", "")
+
+
+@pytest.mark.parametrize(
+    ("sections", "has_default"),
+    [
+        ({}, True),
+        (NO_DEFAULT, True),
+        ({"models": [{"name": "a"}]}, True),
+        ({**NO_DEFAULT, "models": [{"name": "a"}]}, False),
+        ({**NO_DEFAULT, "models": [{"name": "a"}], "pools": {"p": {}}}, True),
+    ],
+)
+def test_a_default_model_has_workers_or_is_the_only_one(sections: dict[str, Any], has_default: bool) -> None:
+    assert parse({"engine": {"kind": "sim"}, **sections}).serves_default is has_default
 
 
 @pytest.mark.parametrize(

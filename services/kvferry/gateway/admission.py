@@ -15,6 +15,7 @@ from kvferry.engine.base import RenderedPrompt
 from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded
 from kvferry.gateway.choices import Usage
 from kvferry.gateway.metrics import GatewayMetrics
+from kvferry.gateway.models import Route
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.tenant_limits import GatewayLimits
 from kvferry.gateway.tenant_requests import TenantRequests
@@ -86,6 +87,7 @@ class Claim:
         "num_choices",
         "num_limited",
         "num_prompt_tokens",
+        "route",
         "tenant",
         "work",
     )
@@ -97,6 +99,7 @@ class Claim:
         self.num_prompt_tokens = 0
         self.num_body_bytes = 0
         self.tenant = ""
+        self.route: Route | None = None  # once the request is read
         self.work: Work | None = None  # once the request is rendered
         self.num_limited = 0  # choices that count against the tenant's limits
 
@@ -351,8 +354,12 @@ class Admission:
             usage.cached_tokens,
             usage.completion_tokens,
             round(seconds, 4),
+            claim.route.model.label if claim.route is not None else "",
         )
         self._metrics.tenants.note(record, first_token_s, gap_s)
+        if claim.route is not None:
+            self._metrics.models.note(record, claim.route.asked, first_token_s, gap_s)
+            claim.route = None
 
     def note_tenant(self, counted: CountedRequest, tenant: str) -> None:
         counted.claim.tenant = tenant

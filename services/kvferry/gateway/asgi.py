@@ -32,7 +32,7 @@ from kvferry.gateway.browser_requests import require_json, require_local_page, r
 from kvferry.gateway.connection_limits import ConnectionLimits, raise_descriptor_limit
 from kvferry.gateway.large_bodies import join
 from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.model_names import ModelNames
+from kvferry.gateway.models import Models
 from kvferry.gateway.openai_endpoint import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.openai_responses import DONE, error_body, error_chunk
 from kvferry.gateway.request_timeouts import RequestTimeouts
@@ -80,7 +80,7 @@ class HttpApp:
     def __init__(
         self,
         config: GatewayConfig,
-        models: ModelNames,
+        models: Models,
         metrics: GatewayMetrics,
         admission: Admission,
         read_readiness: Callable[[], Readiness],
@@ -89,7 +89,6 @@ class HttpApp:
     ) -> None:
         self.openai: OpenAI | None = None
         self.is_leaving = False  # connections are not kept for further requests
-        self.max_model_len: int | None = None
         self.tls_context: ssl.SSLContext | None = None  # of the listener, if clients speak TLS
         self.connection_limits = ConnectionLimits(
             raise_descriptor_limit(config.max_connections), config.max_connections_per_peer
@@ -120,7 +119,7 @@ class HttpApp:
                     await self._generate("completions", scope, receive, send)
                 case "/v1/models":
                     _allow(method, "GET")
-                    listed = [self._model(name) for name in self._models.of(self._identify(scope))]
+                    listed = [self._model(*each) for each in self._models.of(self._identify(scope)).items()]
                     await _respond(send, 200, msgspec.json.encode({"object": "list", "data": listed}))
                 case "/healthz":
                     _allow(method, "GET")
@@ -145,8 +144,10 @@ class HttpApp:
                 case _ if path.startswith("/v1/models/"):
                     _allow(method, "GET")
                     name = path.removeprefix("/v1/models/")
-                    self._models.pool_of(name, self._identify(scope), param=None)
-                    await _respond(send, 200, msgspec.json.encode(self._model(name)))
+                    tenant = self._identify(scope)
+                    self._models.route(name, tenant, param=None)
+                    found_model = self._model(name, self._models.of(tenant).get(name))
+                    await _respond(send, 200, msgspec.json.encode(found_model))
                 case _:
                     raise RouteNotFound(f"{method} {path}: no such path")
         except KvferryError as error:
@@ -162,13 +163,13 @@ class HttpApp:
             else:
                 exchange.abort()
 
-    def _model(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str, max_model_len: int | None) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": self._started_unix_s,
             "owned_by": "kvferry",
-            "max_model_len": self.max_model_len,
+            "max_model_len": max_model_len,
         }
 
     def _readiness(self, scope: Message) -> Readiness:

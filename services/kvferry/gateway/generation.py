@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from kvferry.config import entry_of, is_of_entry
 from kvferry.engine.base import (
     EngineOutput,
     EngineRequest,
@@ -61,6 +62,9 @@ def _requests_of(
     """
     requests: list[EngineRequest] = []
     salt = tenant.cache_salt if cache_salt is None else tenant.salt_of(cache_salt)
+    if is_of_entry(pool):
+        # Models have tokens in common: without this, pages of one would be looked for under the keys of another.
+        salt = f"{pool}/{salt}"
     tier = tenant.tier
     if wanted_s is not None:
         tier = structs.replace(tier or TierHints(), wanted_s=wanted_s)
@@ -263,7 +267,7 @@ def refuse_abort(output: EngineOutput) -> None:
 def record_values(record: RequestRecord) -> dict[str, Any]:
     return {
         "reason": record.reason,
-        **({"pool": record.pool} if record.pool else {}),
+        **({"pool": entry_of(record.pool)} if record.pool else {}),
         "prefill_worker": record.prefill_worker,
         "decode_worker": record.decode_worker,
         "prefill_failure": record.prefill_failure or None,

@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 from kvferry.engine.base import EngineOutput, Renderer, TokenLogprob, ToolCallDelta
 from kvferry.errors import RequestError
 from kvferry.gateway.admission import Claim
+from kvferry.gateway.canary import beginning_of
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.generation import Gathered, Generation, refuse_abort
 from kvferry.gateway.grpc_bodies import in_fields, read_generate, read_tokenize
 from kvferry.gateway.json_values import MAX_VALUES
 from kvferry.gateway.large_bodies import in_thread_if_large, join
 from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.model_names import ModelNames
+from kvferry.gateway.models import Models
 from kvferry.gateway.openai_bodies import ChatBody, CompletionBody, for_renderer
 from kvferry.gateway.protobuf_values import check_num_values
 from kvferry.gateway.request_trace import RequestTrace
@@ -46,14 +47,12 @@ _UNREAD_STEP_BYTES = 64 << 10
 class Inference:
     def __init__(
         self,
-        renderer: Renderer,
         dispatcher: Dispatcher,
         metrics: GatewayMetrics,
-        models: ModelNames,
+        models: Models,
         timeouts: TokenTimeouts,
     ) -> None:
         self._timeouts = timeouts
-        self._renderer = renderer
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._models = models
@@ -73,17 +72,18 @@ class Inference:
         Raises a RequestError for a bad message, whose `param` is the field, or Overloaded.
         """
         begun_ns = time.time_ns()
-        await check_num_values(raw, pb.GenerateRequest.DESCRIPTOR, MAX_VALUES + self._renderer.max_model_len())
+        await check_num_values(raw, pb.GenerateRequest.DESCRIPTOR, MAX_VALUES + self._models.longest_context)
         message, body, fields = await _read(read_generate, raw)
-        pool = self._models.pool_of(message.model, tenant)
+        claim.route = route = self._models.route(message.model, tenant, lambda: beginning_of(body))
         n = body.n or 1
         try:
             claim.take_choices(n)  # a message has one prompt
-            if isinstance(body, ChatBody):
-                rendered = [await self._renderer.render_chat(fields)]
-            else:
-                rendered = list(await self._renderer.render_completion(fields))
-            self._models.require_supported(rendered, pool)
+            with route.model.rendering() as renderer:
+                if isinstance(body, ChatBody):
+                    rendered = [await renderer.render_chat(fields)]
+                else:
+                    rendered = list(await renderer.render_completion(fields))
+            route.model.require_supported(rendered, route.pool)
             claim.take_answer(rendered, n)
         except RequestError as error:
             raise in_fields(error, message.WhichOneof("prompt")) from None
@@ -95,7 +95,7 @@ class Inference:
             self._dispatcher,
             self._metrics,
             tenant=tenant,
-            pool=pool,
+            pool=route.pool,
             timeouts=self._timeouts,
             may_be_aggregated=not disaggregate,
             trace=trace,
@@ -105,34 +105,35 @@ class Inference:
         )
         claim.work = generation
         if trace is not None:
-            trace.rendered(answer_id, body, generation.requests, begun_ns)
+            trace.rendered(answer_id, body, generation.requests, begun_ns, route.model.label)
         return InferenceAnswer(answer_id, message.model, generation, with_token_ids=message.return_token_ids)
 
     async def tokenize(self, raw: bytes, tenant: Tenant) -> bytes:
         """Return a TokenizeResponse, encoded. Raises the same errors as `generate`."""
         await check_num_values(raw, pb.TokenizeRequest.DESCRIPTOR, MAX_VALUES)
         message, body, fields = await _read(read_tokenize, raw)
-        self._models.pool_of(message.model, tenant)
+        route = self._models.route(message.model, tenant, lambda: beginning_of(body))
         try:
-            token_ids = await self._token_ids(body, fields)
+            with route.model.rendering() as renderer:
+                token_ids, max_model_len = await _token_ids(renderer, body, fields), renderer.max_model_len()
         except RequestError as error:
             raise in_fields(error, message.WhichOneof("prompt")) from None
-        rest = pb.TokenizeResponse(max_model_len=self._renderer.max_model_len())
+        rest = pb.TokenizeResponse(max_model_len=max_model_len)
         return await in_thread_if_large(
             lambda: b"".join([rest.SerializeToString(), *_in_steps(pb.TokenizeResponse, token_ids)]), len(token_ids)
         )
 
-    async def _token_ids(self, body: ChatBody | CompletionBody, fields: dict[str, Any]) -> Sequence[int]:
-        if isinstance(body, ChatBody):
-            return (await self._renderer.render_chat(fields)).token_ids
-        (rendered,) = await self._renderer.render_completion(fields)
-        return rendered.token_ids
-
     def models(self, tenant: Tenant) -> pb.ListModelsResponse:
-        max_model_len = self._renderer.max_model_len()
         return pb.ListModelsResponse(
-            models=[pb.Model(name=name, max_model_len=max_model_len) for name in self._models.of(tenant)]
+            models=[pb.Model(name=name, max_model_len=context) for name, context in self._models.of(tenant).items()]
         )
+
+
+async def _token_ids(renderer: Renderer, body: ChatBody | CompletionBody, fields: dict[str, Any]) -> Sequence[int]:
+    if isinstance(body, ChatBody):
+        return (await renderer.render_chat(fields)).token_ids
+    (rendered,) = await renderer.render_completion(fields)
+    return rendered.token_ids
 
 
 async def _read(

@@ -31,6 +31,7 @@ from kvferry.gateway.grpc_reflection import SERVICE as REFLECTION
 from kvferry.gateway.grpc_reflection import Reflection
 from kvferry.gateway.grpc_requests import Chunks, Inference, InferenceAnswer
 from kvferry.gateway.metrics import GatewayMetrics
+from kvferry.gateway.models import Models
 from kvferry.gateway.request_trace import RequestTrace, begin_trace
 from kvferry.gateway.tenants import Tenant
 from kvferry.gateway.unread_answers import STALL_S, UnreadAnswers
@@ -77,7 +78,7 @@ class GrpcEndpoint:
         admission: Admission,
         read_readiness: Callable[[], Readiness],
         access: Access,
-        served_name: str,
+        models: Models,
         unread_answers: UnreadAnswers,
     ) -> None:
         self.inference: Inference | None = None
@@ -86,7 +87,7 @@ class GrpcEndpoint:
         self._config = config
         self._metrics = metrics
         self._admission = admission
-        self._served_name = served_name
+        self._models = models
         self._access = access
         self._read_readiness = read_readiness
         self._health = Health(("", SERVICE), self._is_ready)
@@ -330,7 +331,7 @@ class GrpcEndpoint:
             "rpc.method": "GenerateStream" if is_stream else "Generate",
             "gen_ai.request.stream": is_stream,
         }
-        return begin_trace(tracing, headers, endpoint, self._served_name, attributes)
+        return begin_trace(tracing, headers, endpoint, self._models.default, attributes)
 
     async def _in_time(self, answer: Awaitable[R], remaining_s: float | None, counted: CountedRequest) -> R:
         timeout_s = self._config.request_timeout_s

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from kvferry import __version__
 from kvferry.addresses import join_host_port, reachable_host
-from kvferry.config import DEFAULT_POOL, ClusterConfig
+from kvferry.config import DEFAULT_POOL, ClusterConfig, entry_of
 from kvferry.engine.base import Renderer
 from kvferry.engine.grammar_checks import WALL_PER_CPU, GrammarChecks
 from kvferry.engine.grammar_forks import GrammarLimits
@@ -33,7 +33,7 @@ from kvferry.gateway.grpc_requests import Inference
 from kvferry.gateway.grpc_server import GrpcEndpoint
 from kvferry.gateway.identification import Identification
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
-from kvferry.gateway.model_names import ModelNames
+from kvferry.gateway.models import Models
 from kvferry.gateway.openai_endpoint import OpenAI
 from kvferry.gateway.prometheus_targets import Targets
 from kvferry.gateway.tls import GatewayTls
@@ -41,7 +41,6 @@ from kvferry.gateway.tls_handshake import TlsHandshake
 from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.gateway.usage_log import UsageLog
 from kvferry.gateway.uvicorn_connection import HttpProtocol
-from kvferry.link.gateway_identity import GatewayIdentity
 from kvferry.log_limit import limit_log
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
 from kvferry.metrics_listener import MetricsListener, Server
@@ -85,9 +84,17 @@ _REQUEST_LOGGERS = (
 
 
 def _replicas(config: ClusterConfig) -> dict[tuple[str, MemberKind], int]:
-    return {
+    of_pools = {
         (pool, kind): config.role_of(kind.value, pool).replicas for pool in ("", *config.pools) for kind in WORKER_KINDS
     }
+    return of_pools | {
+        (entry.pool, kind): getattr(entry, kind.value).replicas for entry in config.models for kind in WORKER_KINDS
+    }
+
+
+def _pools(config: ClusterConfig) -> list[str]:
+    default = [""] if config.serves_default else []
+    return [*default, *config.pools, *(entry.pool for entry in config.models)]
 
 
 def _policy(config: ClusterConfig, index: ResidencyIndex) -> Policy:
@@ -145,22 +152,20 @@ class GatewayHost:
         make_renderer: Callable[[ClusterConfig, str], Renderer] = build_renderer,
     ) -> None:
         """Raises ConfigError for keys or certificates that cannot be used."""
-        self._make_renderer = make_renderer
-        self._renderer: Renderer | None = None
         self._config, self._model_folder, self._membership = config, model_folder, membership
         self._registration: Registration | None = None
         self._serving: asyncio.Task[None] | None = None
         self._registering: asyncio.Task[None] | None = None
-        self.gateway_id = MemberId(f"gateway-{secrets.token_hex(4)}")
+        self.gateway_id, self._started_unix_s = MemberId(f"gateway-{secrets.token_hex(4)}"), time.time()
         self.port = 0
-        self._num_expected, self._models = _replicas(config), ModelNames(config)
+        self._num_expected = _replicas(config)
         self.metrics = GatewayMetrics(
             self._sample_workers,
             self._sample_volumes,
             is_ready=lambda: self.readiness().ready,
             read_num_queued=lambda: self._dispatcher.num_queued,
             read_span_counts=self._span_counts,
-            read_grammar_outcomes=lambda: self._renderer.grammar_outcomes if self._renderer is not None else {},
+            read_grammar_outcomes=lambda: self._models.grammar_outcomes(),
             read_admitted=lambda: self.admission.in_flight,
             read_num_unread_bytes=lambda: self.app.unread_answers.num_bytes,
         )
@@ -177,6 +182,7 @@ class GatewayHost:
             on_gone=self.policy.forget,
             on_change=self._note_readiness,
         )
+        self._models = self._make_models(make_renderer)
         self.volume_pool = VolumePool(membership, self.residency.index, follow_over(config.worker.tls))
         # Before any link: workers say once, when a link comes up, which requests are in quarantine.
         self._dispatcher = Dispatcher(
@@ -185,13 +191,13 @@ class GatewayHost:
         self.admission = Admission(config.gateway, self.metrics, self.readiness)
         self.identification = Identification(config.gateway, membership.records, self._note_readiness)
         limits, access = self.identification.limits, self.identification.access
-        models, name = self._models, self._models.default
+        models = self._models
         self.admission.by_tenant, self.admission.limits = self.identification.requests, limits
         self._usage = UsageExchange(self.worker_pool, limits) if limits is not None else None
         read_targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http").read
         self.app = HttpApp(config.gateway, models, self.metrics, self.admission, self.readiness, access, read_targets)
         self.grpc = GrpcEndpoint(
-            config.gateway, self.metrics, self.admission, self.readiness, access, name, self.app.unread_answers
+            config.gateway, self.metrics, self.admission, self.readiness, access, models, self.app.unread_answers
         )
         self._tls = GatewayTls(config.gateway.tls) if config.gateway.tls.enabled else None
         self._readiness_changed = asyncio.Event()
@@ -230,17 +236,15 @@ class GatewayHost:
             self.metrics.tenants.log = UsageLog(gateway.usage_dir, self.gateway_id)
             self.metrics.tenants.log.start()
         # Before any link: a worker of another model must not get this gateway's tokens.
-        self.worker_pool.identity = GatewayIdentity(await asyncio.to_thread(identity, self._config, self._model_folder))
+        await self._models.identify()
         self.worker_pool.start()
         if self._usage is not None:
             self._usage.start()
         self.volume_pool.start()
-        self._renderer = renderer = await asyncio.to_thread(self._make_renderer, self._config, self._model_folder)
-        renderer.start()
-        self.app.max_model_len = renderer.max_model_len()
+        await self._models.load()
         timeouts = TokenTimeouts(gateway.first_token_timeout_s, gateway.inter_token_timeout_s)
-        self.app.openai = OpenAI(renderer, self._dispatcher, self.metrics, self._models, timeouts)
-        self.grpc.inference = Inference(renderer, self._dispatcher, self.metrics, self._models, timeouts)
+        self.app.openai = OpenAI(self._dispatcher, self.metrics, self._models, timeouts)
+        self.grpc.inference = Inference(self._dispatcher, self.metrics, self._models, timeouts)
         self._note_readiness()
         self._registering = asyncio.create_task(self._register())
         log.info(
@@ -258,26 +262,31 @@ class GatewayHost:
                 cause = self._serving.exception()
             raise KvferryError("the HTTP listener ended") from cause
 
-    def expect(self, num_workers: Mapping[str, int], num_in_pools: Mapping[str, Mapping[str, int]]) -> None:
-        """Set the configured number of workers per role, and of named pools, for readiness."""
-        self._num_expected = {
-            (pool, kind): counts.get(kind.value, 0)
-            for pool, counts in {"": num_workers, **num_in_pools}.items()
-            for kind in WORKER_KINDS
-        }
+    async def reconfigure(self, config: ClusterConfig) -> None:
+        """Serve other models, names and counts of workers. All else stays as it was at the start."""
+        self._config = self._config.with_models_of(config)
+        self._num_expected = _replicas(config)
+        self._models.apply(config)
+        if self._registration is not None:
+            await self._registration.update(self._member())
 
     def readiness(self) -> Readiness:
         waiting = self.identification.missing()
         knows_clients = not waiting
         if self.app.openai is None:
             waiting.append("renderer")
+        elif self._models.is_loaded:
+            waiting += [f"renderer{OF_POOL}{label}" for label in self._models.missing()]
+        else:
+            waiting.append("renderer")
         for (pool, kind), num_expected in self._num_expected.items():
             missing = num_expected - len(self.worker_pool.usable(kind, pool))
             if missing > 0:
                 what = f"{kind.value} worker" if num_expected == 1 else f"{missing} {kind.value} workers"
-                waiting.append(f"{what}{OF_POOL}{pool}" if pool else what)
+                waiting.append(f"{what}{OF_POOL}{entry_of(pool)}" if pool else what)
         return Readiness(
             ready=self.app.openai is not None
+            and self._models.is_loaded
             and knows_clients
             and bool(self.worker_pool.usable(MemberKind.DECODE))
             and not (self.app.is_leaving or self.admission.draining),
@@ -292,8 +301,10 @@ class GatewayHost:
                 for worker, other in itertools.islice(self.worker_pool.unpaired(), MAX_NAMED)
             ],
             pools={
-                pool or DEFAULT_POOL: {kind.value: len(self.worker_pool.usable(kind, pool)) for kind in WORKER_KINDS}
-                for pool in ("", *self._config.pools)
+                entry_of(pool) or DEFAULT_POOL: {
+                    kind.value: len(self.worker_pool.usable(kind, pool)) for kind in WORKER_KINDS
+                }
+                for pool in _pools(self._config)
             },
         )
 
@@ -338,8 +349,7 @@ class GatewayHost:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await self._deregister()
-        if self._renderer is not None:
-            await self._renderer.close()
+        await self._models.close()
         await self._listener.stop()
         await self._server.cut()
         if self.metrics.tenants.log is not None:
@@ -353,7 +363,23 @@ class GatewayHost:
         self._note_readiness()
 
     def _volumes_of(self, pool: str) -> Mapping[str, VolumeCosts]:
-        return self.volume_pool.costs(self._config.volumes_of(pool))
+        return self.volume_pool.costs(self._models.volumes_of(pool))
+
+    def _make_models(self, make_renderer: Callable[[ClusterConfig, str], Renderer]) -> Models:
+        models = Models(
+            self._config,
+            self._model_folder,
+            make_renderer=make_renderer,
+            make_identity=lambda config, folder: identity(config, folder),
+            has_workers=lambda pool: bool(self.worker_pool.usable(MemberKind.DECODE, pool)),
+            on_change=self._note_models,
+        )
+        self.worker_pool.identity_of, self.metrics.models.read_ready = models.identity_of, models.ready
+        return models
+
+    def _note_models(self) -> None:
+        self.worker_pool.models_changed()
+        self._note_readiness()
 
     def _note_readiness(self) -> None:
         self._readiness_changed.set()
@@ -373,7 +399,15 @@ class GatewayHost:
 
     async def _register(self) -> None:
         """Register for tools; the gateway serves in any case."""
-        member = Member(
+        while self._registration is None:
+            try:
+                self._registration = await self._membership.register(self._member())
+            except KvferryError as error:
+                log.warning("%s cannot register yet: %s", self.gateway_id, error.message)
+                await asyncio.sleep(2.0)
+
+    def _member(self) -> Member:
+        return Member(
             kind=MemberKind.GATEWAY,
             member_id=self.gateway_id,
             address=join_host_port(reachable_host(self._config.gateway.host), self.port),
@@ -383,14 +417,8 @@ class GatewayHost:
             pid=os.getpid(),
             pools=self._models.pools,
             metrics_address=self._listener.address,
-            started_unix_s=time.time(),
+            started_unix_s=self._started_unix_s,
         )
-        while self._registration is None:
-            try:
-                self._registration = await self._membership.register(member)
-            except KvferryError as error:
-                log.warning("%s cannot register yet: %s", self.gateway_id, error.message)
-                await asyncio.sleep(2.0)
 
     async def _render_metrics(self) -> bytes:
         return self.metrics.render()

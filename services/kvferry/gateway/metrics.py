@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
+from kvferry.gateway.model_uses import ModelUses
 from kvferry.gateway.tenant_uses import TenantUses
 from kvferry.keeper.volume_state import VolumeState
 from kvferry.router.metrics import RouterMetrics
@@ -20,6 +21,7 @@ from kvferry.telemetry import (
     GRAMMAR_CHECKS,
     HINTED_REQUESTS,
     INTER_TOKEN,
+    MODELS_SEEN,
     PROMPT_TOKENS,
     PROMPT_TOKENS_IN_FLIGHT,
     QUEUED_REQUESTS,
@@ -125,6 +127,8 @@ class GatewayMetrics(RouterMetrics):
         )
         self.tenants = TenantUses()
         exposition.read(TENANTS_SEEN, self.tenants.readings)
+        self.models = ModelUses()
+        exposition.read(MODELS_SEEN, self.models.readings)
         exposition.read((USAGE_RECORDS_LOST,), lambda: [Reading(USAGE_RECORDS_LOST, (), self.tenants.num_lost)])
         exposition.read(WORKERS_SEEN, lambda: _of_workers(read_workers()))
         exposition.read(VOLUMES_SEEN, lambda: _of_volumes(read_volumes()))

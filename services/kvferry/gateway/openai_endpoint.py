@@ -12,14 +12,15 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from kvferry.engine.base import EngineOutput, RenderedPrompt, Renderer
+from kvferry.engine.base import EngineOutput, RenderedPrompt
 from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.admission import Claim
+from kvferry.gateway.canary import beginning_of
 from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort
 from kvferry.gateway.json_values import MAX_VALUES, check_num_values
 from kvferry.gateway.large_bodies import in_thread_if_large, join
 from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.model_names import ModelNames
+from kvferry.gateway.models import Models
 from kvferry.gateway.openai_bodies import (
     ChatBody,
     CompletionBody,
@@ -59,14 +60,12 @@ class OpenAI:
 
     def __init__(
         self,
-        renderer: Renderer,
         dispatcher: Dispatcher,
         metrics: GatewayMetrics,
-        models: ModelNames,
+        models: Models,
         timeouts: TokenTimeouts,
     ) -> None:
         self._timeouts = timeouts
-        self._renderer = renderer
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._models = models
@@ -78,9 +77,10 @@ class OpenAI:
         begun_ns = time.time_ns()
         await check_num_values(raw, MAX_VALUES)
         body, fields = await _read(read_chat, raw)
-        pool = self._models.pool_of(body.model, tenant)
+        claim.route = route = self._models.route(body.model, tenant, lambda: beginning_of(body))
         claim.take_choices(body.n or 1)
-        rendered = await self._renderer.render_chat(fields)
+        with route.model.rendering() as renderer:
+            rendered = await renderer.render_chat(fields)
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         fmt = ChatFormat
         if rendered.parse is not None:
@@ -89,14 +89,14 @@ class OpenAI:
                 # Log-probabilities would reveal the reasoning's tokens.
                 num_top = None
                 rendered = dataclasses.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
-        self._models.require_supported([rendered], pool)
+        route.model.require_supported([rendered], route.pool)
         claim.take_answer([rendered], body.n or 1)
         answer = self._answer(
-            body, [rendered], num_top, fmt, "chatcmpl", tenant=tenant, pool=pool, debug=debug, trace=trace
+            body, [rendered], num_top, fmt, "chatcmpl", tenant=tenant, pool=route.pool, debug=debug, trace=trace
         )
         claim.work = answer.generation
         if trace is not None:
-            trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns)
+            trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns, route.model.label)
         return answer
 
     async def completion(
@@ -104,13 +104,14 @@ class OpenAI:
     ) -> Answer:
         """Take the answer's choices and prompt tokens into `claim`. Raises KvferryError."""
         begun_ns = time.time_ns()
-        await check_num_values(raw, MAX_VALUES + self._renderer.max_model_len())
+        await check_num_values(raw, MAX_VALUES + self._models.longest_context)
         body, fields = await _read(read_completion, raw)
-        pool = self._models.pool_of(body.model, tenant)
+        claim.route = route = self._models.route(body.model, tenant, lambda: beginning_of(body))
         claim.take_choices(num_prompts(body) * (body.n or 1))
-        rendered = await self._renderer.render_completion(fields)
+        with route.model.rendering() as renderer:
+            rendered = await renderer.render_completion(fields)
         num_top = body.logprobs
-        self._models.require_supported(rendered, pool)
+        route.model.require_supported(rendered, route.pool)
         claim.take_answer(rendered, body.n or 1)
         answer = self._answer(
             body,
@@ -119,13 +120,13 @@ class OpenAI:
             CompletionFormat,
             "cmpl",
             tenant=tenant,
-            pool=pool,
+            pool=route.pool,
             debug=debug,
             trace=trace,
         )
         claim.work = answer.generation
         if trace is not None:
-            trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns)
+            trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns, route.model.label)
         return answer
 
     def explain(self, answer_id: str, tenant: Tenant) -> list[dict[str, Any]]:

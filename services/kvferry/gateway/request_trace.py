@@ -73,8 +73,9 @@ class RequestTrace:
         body: ChatBody | CompletionBody,
         requests: Sequence[EngineRequest],
         begun_ns: int,
+        model: str,
     ) -> None:
-        """Record `requests`, one per choice; rendering began at `begun_ns` (Unix time)."""
+        """Record `requests`, one per choice; rendering, for the configured `model`, began at `begun_ns` (Unix time)."""
         if not self._span.is_sampled:
             return
         sampling = requests[0].sampling
@@ -82,6 +83,8 @@ class RequestTrace:
         self._span.set(
             {
                 "gen_ai.response.id": answer_id,
+                "gen_ai.request.model": body.model,
+                "kvferry.model": model,
                 "gen_ai.request.choice.count": len(requests) if len(requests) > 1 else None,
                 "gen_ai.request.stream": bool(body.stream) if self._is_http else None,  # else the method says it
                 "gen_ai.request.max_tokens": sampling.max_tokens,

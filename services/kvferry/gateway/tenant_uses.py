@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -23,6 +24,27 @@ class TenantUse:
         self.first_tokens = self.gaps = 0
         self.first_tokens_s = self.gaps_s = 0.0
 
+    def add(self, record: UsageRecord, first_token_s: float | None, gap_s: float | None) -> None:
+        self.requests[TENANT_OUTCOMES.index(record.outcome)] += 1
+        tokens = self.tokens
+        tokens[0] += record.prompt_tokens
+        tokens[1] += record.cached_tokens
+        tokens[2] += record.generated_tokens
+        if first_token_s is not None:
+            self.first_tokens += 1
+            self.first_tokens_s += first_token_s
+        if gap_s is not None:
+            self.gaps += 1
+            self.gaps_s += gap_s
+
+    def add_all(self, other: TenantUse) -> None:
+        self.requests = list(map(operator.add, self.requests, other.requests))
+        self.tokens = list(map(operator.add, self.tokens, other.tokens))
+        self.first_tokens += other.first_tokens
+        self.first_tokens_s += other.first_tokens_s
+        self.gaps += other.gaps
+        self.gaps_s += other.gaps_s
+
 
 class TenantUses:
     def __init__(self) -> None:
@@ -41,18 +63,7 @@ class TenantUses:
         """`gap_s` is the mean time between tokens."""
         if self.log is not None:
             self.log.add(record)
-        use = self._use_of(record.tenant)
-        use.requests[TENANT_OUTCOMES.index(record.outcome)] += 1
-        tokens = use.tokens
-        tokens[0] += record.prompt_tokens
-        tokens[1] += record.cached_tokens
-        tokens[2] += record.generated_tokens
-        if first_token_s is not None:
-            use.first_tokens += 1
-            use.first_tokens_s += first_token_s
-        if gap_s is not None:
-            use.gaps += 1
-            use.gaps_s += gap_s
+        self._use_of(record.tenant).add(record, first_token_s, gap_s)
 
     def _use_of(self, tenant: str) -> TenantUse:
         use = self._by_name.get(tenant)

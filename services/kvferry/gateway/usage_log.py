@@ -37,6 +37,7 @@ class UsageRecord(msgspec.Struct, frozen=True):
     cached_tokens: int
     generated_tokens: int
     seconds: float  # from its arrival
+    model: str = ""  # that answered: an entry of `models`, or `default`; empty where none was chosen
 
 
 class UsageLog:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.config import is_of_entry
 from kvferry.wire.v1 import worker_pb2 as pb
 
 OLDEST_VERSION = 1
@@ -74,7 +75,8 @@ def why_other_pool(own: str, pool: str) -> str:
 
 
 def _named(pool: str) -> str:
-    return f"pool {pool[:64]!r}" if pool else "the default pool"
+    kind = "model" if is_of_entry(pool) else "pool"
+    return f"{kind} {pool[:64]!r}" if pool else "the default pool"
 
 
 def why_incompatible(own: Identity, peer: Identity) -> str:

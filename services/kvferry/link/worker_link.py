@@ -247,6 +247,10 @@ class WorkerLink:
             await connection.close()
         return self.generation > generation
 
+    def left(self) -> None:
+        """Note that the worker has left the cluster."""
+        self._identity.left(self.member.member_id)
+
     def _hello(self) -> pb.Hello:
         own = self._identity.current()
         return pb.Hello(

@@ -13,7 +13,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -87,7 +87,7 @@ def up(
     with_first_answer: bool = True,
     timeout_s: float | None = None,
 ) -> RunningCluster:
-    """Start a cluster and leave it running.
+    """Start a cluster and leave it running. Where it runs with other models, change these.
 
     Raises AlreadyRunning, ClusterBusy, ConfigError, StartFailed or Interrupted; then only logs remain. `timeout_s`
     bounds readiness, by default the engine's.
@@ -97,7 +97,9 @@ def up(
     with folder.locked("up"):
         running = folder.record()
         if running is not None and is_alive(running):
-            raise AlreadyRunning(running)
+            if (changed := with_other_models(running, config)) is None:
+                raise AlreadyRunning(running)
+            return _change_models(folder, running, config, changed, shown, timeout_s or config.engine.start_timeout_s)
         if (leftover := _clean(folder, keep_logs=False)).anything:
             shown.say(f"cleaned up after a cluster that had died ({leftover.num_processes} processes)")
         try:
@@ -161,21 +163,12 @@ def _start(
             ray_address=ray.address,
             pillars=(*ray.pillars, *((etcd.child.identity,) if etcd is not None else ())),
             config=config.model_dump(mode="json"),
+            asked=asked.model_dump(mode="json"),
         )
         folder.write_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         folder.write_record(record)
         with progress.step(f"prefill, decode and gateway ({config.engine.kind} engine)"):
-            deploy = Child(
-                "deploy",
-                [
-                    *(sys.executable, "-m", "kvferry.app", "deploy"),
-                    *("--config", str(folder.config_file)),
-                    *("--model-folder", config.model.path),
-                    *("--ray-address", ray.address),
-                ],
-                folder=folder,
-                environ=ray_environment(folder) | engine_environment(config),
-            )
+            deploy = _deploy(folder, config, ray.address)
             _wait_ready(folder, config.gateway, _Parts(etcd, ray, deploy), progress, pace, timeout_s)
         first_answer = None
         if with_first_answer and (reason := why_not_to_ask(config.gateway)):
@@ -188,6 +181,92 @@ def _start(
         # After this point a signal finds a finished cluster, which is then the user's to end.
         pace.check()
     return RunningCluster(folder, record, config, first_answer)
+
+
+def _deploy(folder: RunFolder, config: ClusterConfig, ray_address: str, *more: str) -> Child:
+    return Child(
+        "deploy",
+        [
+            *(sys.executable, "-m", "kvferry.app", "deploy"),
+            *("--config", str(folder.config_file)),
+            *("--model-folder", config.model.path),
+            *("--ray-address", ray_address),
+            *more,
+        ],
+        folder=folder,
+        environ=ray_environment(folder) | engine_environment(config),
+    )
+
+
+def with_other_models(running: ClusterRecord, asked: ClusterConfig) -> ClusterConfig | None:
+    """Return the running cluster's configuration with the models that are asked for; None if it has them.
+
+    Raises ConfigError where other settings changed too.
+    """
+    before = running.asked
+    wanted = asked.model_dump(mode="json")
+    if not before or _models_in(before) == _models_in(wanted):
+        return None
+    if key := _first_difference(_without_models(before), _without_models(wanted)):
+        raise ConfigError(
+            f"{key}: the cluster {running.name!r} runs with another value, and only `models`, `model.aliases` and "
+            "`model.canary` change while it runs; give this one as before, or end the cluster (`kvferry down`)",
+            param=key,
+        )
+    return parse({**running.config, "models": wanted["models"], "model": {**running.config["model"], **_names(wanted)}})
+
+
+def _first_difference(before: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    for key, section in wanted.items():
+        old = before.get(key)
+        if isinstance(section, dict) and isinstance(old, dict):
+            if below := _first_difference(old, section):
+                return f"{key}.{below}"
+        elif section != old:
+            return key
+    return next((key for key in before if key not in wanted), "")
+
+
+def _models_in(values: Mapping[str, Any]) -> tuple[Any, ...]:
+    return values.get("models", []), _names(values)
+
+
+def _names(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: values["model"].get(key) for key in ("aliases", "canary")}
+
+
+def _without_models(values: Mapping[str, Any]) -> dict[str, Any]:
+    model = {key: value for key, value in values["model"].items() if key not in ("aliases", "canary")}
+    return {**{key: section for key, section in values.items() if key != "models"}, "model": model}
+
+
+def _change_models(
+    folder: RunFolder,
+    running: ClusterRecord,
+    asked: ClusterConfig,
+    changed: ClusterConfig,
+    progress: Progress,
+    timeout_s: float,
+) -> RunningCluster:
+    config = _with_model_folders(changed, progress)
+    pace = Pace(progress.tick)
+    with _deferred_interrupts(pace), progress.step("models"):
+        values = config.model_dump(mode="json")
+        # First: what is deployed has to be what the next `up` compares with, also where it does not come up.
+        record = replace(running, config=values, asked=asked.model_dump(mode="json"))
+        folder.write_config(yaml.safe_dump(values, sort_keys=False))
+        folder.write_record(record)
+        deploy = _deploy(folder, config, running.ray_address, "--wait", str(timeout_s))
+        parts = _Parts(None, Ray(running.ray_address, running.pillars), deploy)
+
+        def deployed() -> bool:
+            parts.check()
+            return deploy.has_ended()
+
+        if not pace.until(deployed, deadline=time.monotonic() + timeout_s, step_s=_POLL_S):
+            raise StartFailed(f"the models are not deployed after {timeout_s:.0f} s\n{tail(deploy.log)}")
+        _wait_ready(folder, config.gateway, parts, progress, pace, timeout_s)
+    return RunningCluster(folder, record, config, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +373,23 @@ def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig
         keys = keys.expanduser().absolute()
         load_keyring(keys)  # a keeper would only say in its log why it does not start
         config = _changed(config, "tier", encryption_keys_file=str(keys))
+    return _with_model_folders(config, progress)
+
+
+def _with_model_folders(config: ClusterConfig, progress: Progress) -> ClusterConfig:
+    """Return the configuration with a folder for each of vLLM's models."""
     if config.engine.kind != "vllm":
         return config
+    values = config.model_dump(mode="json")
+    if config.serves_default:
+        path = _folder_of(config.of_model(), progress)
+        values["model"] |= {"path": path, "served_name": config.served_name}
+    for entry, section in zip(config.models, values["models"], strict=True):
+        section["model"]["path"] = _folder_of(config.of_model(entry.name), progress)
+    return parse(values)
+
+
+def _folder_of(config: ClusterConfig, progress: Progress) -> str:
     check_quality_report(config)
     with progress.step(f"model {config.model.path}"):
         path = model_folder.resolve(config.model.path, report=progress.detail)
@@ -304,7 +398,7 @@ def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig
             geometry = model_catalogue.geometry_of(str(path))
             weights = weights_revision(path, model_folder.cache_folder() / "weights")
             check_quality_report(config, context_length=geometry.context_length, weights=weights)
-    return _changed(config, "model", path=str(path), served_name=config.served_name)
+    return str(path)
 
 
 def _with_absolute_files(config: ClusterConfig) -> ClusterConfig:

@@ -52,7 +52,7 @@ def ask(
 ) -> FirstAnswer:
     """Ask over the OpenAI endpoint, streamed. Raises FirstAnswerFailed with the gateway's message."""
     body = {
-        "model": config.served_name,
+        "model": config.names[0],
         "messages": [{"role": "user", "content": question}],
         "max_tokens": _MAX_TOKENS,
         "temperature": 0,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.addresses import free_port, join_host_port
-from kvferry.config import ClusterConfig, RoleConfig
+from kvferry.config import ROLES, ClusterConfig, RoleConfig
 from kvferry.local.child import Child, Pace, StartFailed, child_environment
 from kvferry.local.processes import ProcessIdentity, belonging, wait_gone
 from kvferry.local.run_folder import RunFolder
@@ -25,6 +25,7 @@ _TRANSIENT_FAULTS = (b"in use", b"timed out during startup")
 _ATTEMPTS = 3
 _OBJECT_STORE_BYTES = 128 << 20  # neither tokens nor pages ever lie there
 _SPARE_CPUS = 4  # replicas of an update that overlap with those they replace
+_CPUS_OF_LATER_MODELS = 32  # logical ones too: `kvferry up` adds models while Ray runs
 _PILLARS = frozenset({"gcs_server", "raylet"})
 
 
@@ -55,7 +56,8 @@ def ray_environment(folder: RunFolder) -> dict[str, str]:
 
 
 def engine_environment(config: ClusterConfig) -> dict[str, str]:
-    return {"HF_HUB_OFFLINE": "1"} if Path(config.model.path).is_dir() else {}
+    paths = [*([config.model.path] if config.serves_default else []), *(entry.model.path for entry in config.models)]
+    return {"HF_HUB_OFFLINE": "1"} if all(Path(path).is_dir() for path in paths) else {}
 
 
 def start_ray(folder: RunFolder, config: ClusterConfig, pace: Pace) -> Ray:
@@ -124,11 +126,13 @@ def _command(folder: RunFolder, config: ClusterConfig, ports: list[int]) -> list
 def _num_cpus(config: ClusterConfig) -> int:
     """Return enough logical CPUs to place every replica, however few the machine has."""
     num_cpus = sum(role.replicas * role.num_cpus for role in _worker_roles(config))
-    return math.ceil(num_cpus + config.gateway.replicas * config.gateway.num_cpus) + _SPARE_CPUS
+    num_cpus += config.gateway.replicas * config.gateway.num_cpus
+    return math.ceil(num_cpus) + _SPARE_CPUS + _CPUS_OF_LATER_MODELS
 
 
 def _worker_roles(config: ClusterConfig) -> list[RoleConfig]:
-    return [config.role_of(role, pool) for pool in ("", *config.pools) for role in ("prefill", "decode")]
+    of_pools = [config.role_of(role, pool) for pool in ("", *config.pools) for role in ROLES]
+    return [*of_pools, *(role for entry in config.models for role in (entry.prefill, entry.decode))]
 
 
 def _resources(config: ClusterConfig) -> dict[str, float]:

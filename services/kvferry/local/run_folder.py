@@ -15,7 +15,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class ClusterRecord:
     ray_address: str  # host:port
     pillars: tuple[ProcessIdentity, ...]  # processes without which the cluster is dead: etcd, if ours, and Ray's own
     config: Mapping[str, Any]  # as handed to the application
+    asked: Mapping[str, Any] = field(default_factory=dict)  # the configuration that `kvferry up` was given
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,7 @@ class RunFolder:
                 ray_address=values["ray_address"],
                 pillars=tuple(ProcessIdentity(**pillar) for pillar in values["pillars"]),
                 config=values["config"],
+                asked=values.get("asked", {}),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from kvferry.config import ClusterConfig, TlsConfig, parse
+from kvferry.config import ClusterConfig, TlsConfig, entry_of, is_of_entry, parse
 from kvferry.errors import LocalError, UnavailableError
 from kvferry.local.cluster import is_alive
 from kvferry.local.run_folder import ClusterRecord, RunFolder
@@ -55,7 +55,8 @@ class MemberStatus:
     fault: str = ""
     metrics_address: str = ""  # host:port where it answers Prometheus
     volume_faults: tuple[str, ...] = ()  # path and cause of each volume that a keeper cannot use
-    pool: str = ""  # of a worker; empty: the default one
+    pool: str = ""  # of a worker, or its entry of `models`; empty: the default one
+    is_of_entry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ async def _look(record: ClusterRecord, config: ClusterConfig) -> ClusterStatus:
         alive=True,
         uptime_s=now_unix_s - record.started_unix_s,
         engine=config.engine.kind,
-        model=config.served_name,
+        model=", ".join(config.names),
         etcd_endpoints=record.etcd_endpoints,
         members=tuple(await asyncio.gather(*(_look_at(member, config.worker.tls, now_unix_s) for member in ordered))),
         fault=fault,
@@ -136,7 +137,8 @@ async def _look_at(member: Member, tls: TlsConfig, now_unix_s: float) -> MemberS
         fault=fault,
         metrics_address=member.metrics_address,
         volume_faults=member.volume_faults,
-        pool=member.pool,
+        pool=entry_of(member.pool),
+        is_of_entry=is_of_entry(member.pool),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -71,19 +72,65 @@ class Policy(Protocol):
 
 
 class PricedPolicy:
+    # Each pool of workers has prices of its own. Pools differ in their engines and, where there are several models, by
+    # orders of magnitude: a new worker would be priced by the rates of other models' workers.
+
     def __init__(
         self, index: ResidencyIndex, cost_defaults: CostDefaults | None = None, seed: int | None = None
     ) -> None:
-        self.placer = Placer(index, cost_defaults, seed)
-        self.place = self.placer.place
-        self.prefilled = self.placer.prefilled
-        self.first_token = self.placer.first_token
-        self.ended = self.placer.ended
-        self.forget = self.placer.forget
+        self._make = functools.partial(Placer, index, cost_defaults, seed)
+        self.placer = self._make()  # of the default pool
+        self._by_pool: dict[str, Placer] = {}
+        self._by_worker: dict[MemberId, Placer] = {}  # of other pools, as the next one
+        self._by_request: dict[RequestId, Placer] = {}
+
+    def place(
+        self,
+        request: PlacementRequest,
+        prefill: Sequence[Candidate],
+        decode: Sequence[Candidate],
+        now_s: float,
+        *,
+        volumes: Mapping[str, VolumeCosts],
+        may_be_aggregated: bool,
+    ) -> Placement | None:
+        pool = decode[0].member.pool if decode else ""
+        placer = self.placer if not pool else self._by_pool.get(pool)
+        if placer is None:
+            placer = self._by_pool[pool] = self._make()
+        decision = placer.place(request, prefill, decode, now_s, volumes=volumes, may_be_aggregated=may_be_aggregated)
+        if pool and decision is not None:
+            for worker in filter(None, (decision.prefill, decision.decode)):
+                self._by_worker[worker] = placer
+        return decision
 
     def began(self, request: PlacementRequest, placement: Placement, now_s: float) -> None:
         assert isinstance(placement, Decision)
-        self.placer.began(request, placement, now_s)
+        placer = self._of(placement.decode)
+        placer.began(request, placement, now_s)
+        if placer is not self.placer:
+            self._by_request[request.request_id] = placer
+
+    def prefilled(self, request_id: RequestId, now_s: float) -> None:
+        self._by_request.get(request_id, self.placer).prefilled(request_id, now_s)
+
+    def first_token(self, request_id: RequestId, now_s: float) -> None:
+        self._by_request.get(request_id, self.placer).first_token(request_id, now_s)
+
+    def ended(self, request_id: RequestId, now_s: float, num_generated: int | None) -> None:
+        self._by_request.pop(request_id, self.placer).ended(request_id, now_s, num_generated)
+
+    def forget(self, worker: MemberId) -> None:
+        self.placer.forget(worker)
+        self._by_worker.pop(worker, None)
+        in_use = {id(placer) for placer in self._by_worker.values()}
+        for pool, placer in list(self._by_pool.items()):
+            placer.forget(worker)
+            if id(placer) not in in_use and not placer.num_in_flight:
+                del self._by_pool[pool]
+
+    def _of(self, worker: MemberId) -> Placer:
+        return self._by_worker.get(worker, self.placer)
 
     def learn_prefill(
         self,
@@ -102,14 +149,14 @@ class PricedPolicy:
         durations, num_pages = measured.durations, measured.transferred_pages
         if num_pages:
             if durations is None or durations.kv_transfer_ms is None:
-                self.placer.observed_kv_transfer(worker, num_pages, measured.first_token_ms)
+                self._of(worker).observed_kv_transfer(worker, num_pages, measured.first_token_ms)
             elif (other_pages := _beside(num_pages, durations.kv_transfer_share)) is not None:
-                self.placer.observed_kv_transfer(worker, num_pages, durations.kv_transfer_ms, other_pages)
+                self._of(worker).observed_kv_transfer(worker, num_pages, durations.kv_transfer_ms, other_pages)
         elif measured.computed_tokens:
             elapsed_ms = measured.first_token_ms - measured.load_ms
             self._learn_prefill(worker, measured.computed_tokens, durations, elapsed_ms, measured.queue_tokens)
         if measured.step_ms is not None:
-            self.placer.observed_step(worker, measured.step_ms, measured.num_streams)
+            self._of(worker).observed_step(worker, measured.step_ms, measured.num_streams)
 
     def _learn_prefill(
         self,
@@ -120,9 +167,9 @@ class PricedPolicy:
         queue_tokens: int,
     ) -> None:
         if durations is None or durations.prefill_ms is None:
-            self.placer.observed_prefill(worker, computed_tokens, elapsed_ms, queue_tokens)
+            self._of(worker).observed_prefill(worker, computed_tokens, elapsed_ms, queue_tokens)
         elif (other_tokens := _beside(computed_tokens, durations.prefill_share)) is not None:
-            self.placer.observed_prefill(worker, computed_tokens, durations.prefill_ms, other_tokens)
+            self._of(worker).observed_prefill(worker, computed_tokens, durations.prefill_ms, other_tokens)
 
 
 def _beside(amount: int, share: float | None) -> float | None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from kvferry.config import entry_of, is_of_entry
 from kvferry.engine.base import EngineRequest, RequestId, TransferParams
 from kvferry.errors import KvferryError, NoDecodeWorker, Overloaded, Quarantined, UnavailableError
 from kvferry.link.protocol import REPLAY
@@ -193,7 +194,8 @@ class RequestPlacer:
         return any(failed.may_try(link) for link in workers.usable(MemberKind.DECODE, self._pool))
 
     def _nobody(self) -> str:
-        return f"no decode worker{f' of pool {self._pool!r}' if self._pool else ''} is connected"
+        kind = "model" if is_of_entry(self._pool) else "pool"
+        return f"no decode worker{f' of {kind} {entry_of(self._pool)!r}' if self._pool else ''} is connected"
 
     async def _wait_in_line(self, request: EngineRequest) -> Attempt | None:
         """Place the request when its turn has come and a worker has room.

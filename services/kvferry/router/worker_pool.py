@@ -35,7 +35,7 @@ class WorkerPool:
     ) -> None:
         """`on_up` and `on_down` report links, `on_gone` forgotten workers, `on_change` all these and draining.
 
-        `clock` stamps candidates, in seconds. `identity` is compared with workers' from `start` on.
+        `clock` stamps candidates, in seconds.
         """
         # A worker of this pool that was full has room; None: perhaps of any.
         self.on_room: Callable[[str | None], None] = lambda pool: None
@@ -43,7 +43,11 @@ class WorkerPool:
         self.on_vanished: Callable[[MemberId], None] = lambda member_id: None  # a worker went away without a word
         self.on_quarantined: Callable[[pb.Quarantined], None] = lambda message: None
         self.read_quarantined: Callable[[], pb.Quarantined | None] = lambda: None  # told to a worker that comes up
-        self.identity = GatewayIdentity()
+        # What this gateway says of itself to workers of a pool, and they compare. None: it does not serve their model
+        # now, so they are not dialled before `models_changed`.
+        unknown = GatewayIdentity()
+        self.identity_of: Callable[[str], GatewayIdentity | None] = lambda pool: unknown
+        self._not_served: dict[MemberId, Member] = {}
         self._on_up = on_up
         self._on_down = on_down
         self._up: dict[MemberId, int] = {}  # generation of the links that are up
@@ -115,6 +119,12 @@ class WorkerPool:
         finally:
             self._waiters.discard(waiter)
 
+    def models_changed(self) -> None:
+        """Dial the workers of models that are served now."""
+        waiting, self._not_served = self._not_served, {}
+        for member in waiting.values():
+            self._joined(member)
+
     async def close(self) -> None:
         await self._follower.close()
         if self._sweeping is not None:
@@ -132,7 +142,11 @@ class WorkerPool:
             return
         if known is not None:
             self._drop(member.member_id)
-        link = WorkerLink(member, self._gateway_id, self._on_change, self._worker, identity=self.identity)
+        identity = self.identity_of(member.pool)
+        if identity is None:
+            self._not_served[member.member_id] = member
+            return
+        link = WorkerLink(member, self._gateway_id, self._on_change, self._worker, identity=identity)
         link.on_room = lambda: self.on_room(member.pool)
         link.on_survived = lambda: self.on_survived(member.member_id)
         link.on_vanished = lambda: self.on_vanished(member.member_id)
@@ -140,6 +154,7 @@ class WorkerPool:
         self._links[member.member_id] = link
 
     def _left(self, member_id: MemberId) -> None:
+        self._not_served.pop(member_id, None)
         if member_id in self._links:
             self._gone.add(member_id)
             self._on_change()
@@ -173,8 +188,8 @@ class WorkerPool:
         self._gone.discard(member_id)
         self._candidates.pop(member_id, None)
         link = self._links.pop(member_id, None)
-        self.identity.left(member_id)
         if link is not None:
+            link.left()
             if self._up.pop(member_id, None) is not None:
                 self._on_down(member_id)
             self._on_gone(member_id)

@@ -56,6 +56,7 @@ def build_engine(
             tier=config.tier,
             keeper_socket=keeper_socket,
             volume_pool=volume_pool or "",
+            revision=config.model.revision,
         )
     return VllmEngine(
         model_folder,
@@ -80,10 +81,17 @@ class WorkerHost:
     """Owns a worker's engine, server and registration. `start` it once."""
 
     def __init__(
-        self, config: ClusterConfig, kind: MemberKind, engine: Engine, membership: Membership, pool: str = ""
+        self,
+        config: ClusterConfig,
+        kind: MemberKind,
+        engine: Engine,
+        membership: Membership,
+        pool: str = "",
+        member_pool: str | None = None,
     ) -> None:
+        """`member_pool` is what members and requests call `pool`, where that is another name."""
         self._config = config
-        self._pool = pool
+        self._pool = pool if member_pool is None else member_pool
         self._kind = kind
         self._engine = engine
         self._membership = membership
@@ -101,7 +109,7 @@ class WorkerHost:
             frames=config.worker.link == "frames",
             tls=config.worker.tls,
             turns=build_turns(config, kind, pool),
-            pool=pool,
+            pool=self._pool,
             has_pools=bool(config.pools),
         )
         self.residency = ResidencyPublisher(engine, self.server)

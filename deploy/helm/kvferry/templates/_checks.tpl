@@ -70,6 +70,9 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- if $v.config.pools -}}
 {{- fail "config.pools names pools of workers: this chart makes pods for the default pool only, so theirs would never start. Deploy them with `python -m kvferry.app deploy`" -}}
 {{- end -}}
+{{- if $v.config.models -}}
+{{- fail "config.models names further models: this chart makes pods for the default model only, and RayService gives all deployments one version, so that a change of one model would restart those of all. Deploy them with `python -m kvferry.app deploy`, to a Ray cluster with pods for their workers" -}}
+{{- end -}}
 
 {{- if and $v.tier.enabled (not $v.tier.volumes) (not $v.tier.cpuOnly) -}}
 {{- fail "tier.enabled is true and tier.volumes is empty: name a volume, or say tier.cpuOnly: true for the CPU tier alone" -}}

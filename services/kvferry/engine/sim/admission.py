@@ -26,6 +26,7 @@ def to_sequence(
     block_size: int,
     max_tokens_total: int,
     seed: int,
+    revision: str = "",
 ) -> TokenSequence:
     continued = request.continued
     packed = bytearray(pack_tokens(request.prompt_token_ids))
@@ -36,6 +37,7 @@ def to_sequence(
         tokenizer,
         answer_tokens=sim.answer_tokens,
         default_seed=seed,
+        revision=revision,
     )
     if continued is not None:
         answer.resume(given, continued.num_chars)

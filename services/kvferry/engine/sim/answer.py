@@ -32,8 +32,12 @@ class Answer:
         *,
         answer_tokens: int,
         default_seed: int,
+        revision: str = "",
     ) -> None:
-        """`answer_tokens` is the mean length of answers that only an end-of-sequence token ends."""
+        """`answer_tokens` is the mean length of answers that only an end-of-sequence token ends.
+
+        Another `revision` gives other tokens, as other weights would.
+        """
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -41,6 +45,8 @@ class Answer:
         if sampling.temperature > 0:
             drawn = sampling.seed if sampling.seed is not None else default_seed
             seed = xxhash.xxh3_64_intdigest(b"seed:%d" % drawn)
+        if revision:
+            seed ^= xxhash.xxh3_64_intdigest(b"revision:" + revision.encode("utf-8", "surrogatepass"))
         self._chain = xxhash.xxh3_64(packed_prompt, seed)
         self._sampling = sampling
         self._texts = tokenizer.texts

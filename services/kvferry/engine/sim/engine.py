@@ -69,6 +69,7 @@ class SimEngine:
         tier: TierConfig | None = None,
         keeper_socket: str = "",
         volume_pool: str = "",
+        revision: str = "",
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -81,6 +82,7 @@ class SimEngine:
         self._tier_config = tier if tier is not None else TierConfig()
         self._keeper_socket = keeper_socket
         self._volume_pool = volume_pool
+        self._revision = revision
         self._seed = seed
         self._clock = clock
         self._sleep = sleep
@@ -334,6 +336,7 @@ class SimEngine:
             block_size=self._block_size,
             max_tokens_total=max_tokens_total,
             seed=self._seed,
+            revision=self._revision,
         )
         self._scheduler.add(sequence)
         self._steps.wake()

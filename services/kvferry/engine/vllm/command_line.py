@@ -12,9 +12,9 @@ from kvferry.engine.vllm.arguments import engine_arguments, kv_transfer_config, 
 _LATER = "set-at-start"  # new for each engine, or known only where it runs
 
 
-def command_line(config: ClusterConfig, role: str) -> str:
+def command_line(config: ClusterConfig, role: str, pool: str = "") -> str:
     """Return one option a line, after the variables of `engine.env`. Raises ConfigError for what vLLM refuses."""
-    engine, tenants = config.engine_of(role), config.gateway.tenants_in_etcd
+    engine, tenants = config.engine_of(role, pool), config.gateway.tenants_in_etcd
     check_variables(engine.env)
     tiers = None
     if config.tier.enabled:

@@ -1,0 +1,360 @@
+"""The models of a gateway: who may ask for which, by which name, and which of them answers a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from kvferry.config import DEFAULT_POOL, ClusterConfig, entry_of
+from kvferry.engine.base import RenderedPrompt, Renderer
+from kvferry.errors import InvalidRequest, KvferryError, ModelNotFound, NoDecodeWorker, NotReady
+from kvferry.gateway.canary import diverted_to
+from kvferry.gateway.model_names import ModelNames
+from kvferry.gateway.tenants import Tenant
+from kvferry.link.gateway_identity import GatewayIdentity
+from kvferry.link.protocol import Identity
+from kvferry.task_set import TaskSet
+from kvferry.vllm_arguments import SPECULATION, speculates
+
+log = logging.getLogger(__name__)
+
+# Between two attempts to load a model whose files cannot be read: a job may still fill its folder.
+RETRY_FIRST_S = 1.0
+RETRY_MOST_S = 30.0
+_MIN_MIN_P = 1e-5  # vLLM takes less for none
+MAX_NAMED = 64  # names in the message about an unknown one
+
+
+class GatewayModel:
+    """A model as it is rendered and computed; after a change it is another one."""
+
+    def __init__(self, pool: str, config: ClusterConfig, folder: str) -> None:
+        # `config` is of this model alone.
+        self.pool = pool
+        self.label = entry_of(pool) or DEFAULT_POOL
+        self.config, self.folder = config, folder
+        self.identity: GatewayIdentity | None = None
+        self.renderer: Renderer | None = None
+        self.why_not = ""  # it cannot be loaded
+        self._num_rendering = 0
+        self._is_retired = False
+        pools = ("", *config.pools)
+        self._speculating = frozenset(each for each in pools if speculates(config.engine_of("decode", each).args))
+
+    def __repr__(self) -> str:
+        return f"<GatewayModel {self.label} {'retired' if self._is_retired else 'loaded' if self.renderer else 'new'}>"
+
+    @contextlib.contextmanager
+    def rendering(self) -> Iterator[Renderer]:
+        """Raises NotReady."""
+        if self.renderer is None:
+            raise NotReady(f"this gateway is loading the model {self.label!r}")
+        self._num_rendering += 1
+        try:
+            yield self.renderer
+        finally:
+            self._num_rendering -= 1
+            if self._is_retired and not self._num_rendering:
+                self._closing.spawn(self.renderer.close())
+
+    def require_supported(self, prompts: Iterable[RenderedPrompt], pool: str) -> None:
+        """Raises InvalidRequest for sampling parameters that the pool's decode engines would refuse."""
+        if ("" if pool == self.pool else pool) not in self._speculating:
+            return
+        for prompt in prompts:
+            sampling = prompt.sampling
+            params = {"min_p": sampling.min_p > _MIN_MIN_P, "logit_bias": bool(sampling.logit_bias)}
+            for param, is_set in params.items():
+                if is_set:
+                    raise InvalidRequest(
+                        f"{param}, of the request or of the model's generation_config.json, is not supported where "
+                        f"decode workers speculate (decode.engine.args.{SPECULATION})",
+                        param=param,
+                    )
+
+    def retire(self, closing: TaskSet) -> None:
+        # Its renderer is closed once no request is rendered.
+        if not self._is_retired:
+            self._is_retired, self._closing = True, closing
+            if self.renderer is not None and not self._num_rendering:
+                closing.spawn(self.renderer.close())
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes. `asked` is the label of the model whose name it says."""
+
+    model: GatewayModel
+    pool: str
+    asked: str
+
+
+@dataclass(slots=True)
+class _Entry:
+    # An entry of `models`, or the default model. After a change the earlier model answers until the new one has a
+    # decode worker.
+    current: GatewayModel
+    names: ModelNames
+    aliases: tuple[str, ...]
+    canary: Mapping[str, float]
+    earlier: GatewayModel | None = None
+
+
+class Models:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        folder: str,
+        *,
+        make_renderer: Callable[[ClusterConfig, str], Renderer],
+        make_identity: Callable[[ClusterConfig, str], Identity],
+        has_workers: Callable[[str], bool],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`has_workers` is of decode workers; `folder` the default model's."""
+        self._folder = folder
+        self._make_renderer = make_renderer
+        self._make_identity = make_identity
+        self._has_workers = has_workers
+        self._on_change = on_change
+        self._entries: dict[str, _Entry] = {}  # by label
+        self._loading: dict[str, asyncio.Task[None]] = {}  # by pool
+        self._closing = TaskSet()
+        self._is_started = False
+        self._past_outcomes: Counter[str] = Counter()  # of models that are gone
+        self.pools: tuple[str, ...] = ()  # by their configured names, beside the default one
+        self._set(config)
+
+    def __repr__(self) -> str:
+        return f"<Models {[entry.current for entry in self._entries.values()]}>"
+
+    def __iter__(self) -> Iterator[GatewayModel]:
+        for entry in self._entries.values():
+            yield entry.current
+            if entry.earlier is not None:
+                yield entry.earlier
+
+    @property
+    def default(self) -> str:
+        # Of spans that begin before the request is read.
+        return next((entry.names.default for entry in self._entries.values()), "none")
+
+    @property
+    def longest_context(self) -> int:
+        """In tokens."""
+        return max((model.renderer.max_model_len() for model in self if model.renderer is not None), default=0)
+
+    @property
+    def is_loaded(self) -> bool:
+        return any(model.renderer is not None for model in self)
+
+    def missing(self) -> list[str]:
+        """Return labels of models without a renderer."""
+        return [label for label, entry in self._entries.items() if entry.current.renderer is None]
+
+    def ready(self) -> dict[str, bool]:
+        answering = {label: self._answering(entry) for label, entry in self._entries.items()}
+        return {
+            label: model.renderer is not None and self._has_workers(model.pool) for label, model in answering.items()
+        }
+
+    def identity_of(self, pool: str) -> GatewayIdentity | None:
+        """None: of a model that is not served here."""
+        for model in self:
+            if model.pool == pool:
+                return model.identity
+        default = self._entries.get(DEFAULT_POOL)
+        return default.current.identity if default is not None and entry_of(pool) == pool else None
+
+    def volumes_of(self, pool: str) -> str | None:
+        model = next((model for model in self if model.pool == pool), None)
+        if model is None:  # a pool of the default model
+            default = self._entries.get(DEFAULT_POOL)
+            return default.current.config.volumes_of(pool) if default is not None and entry_of(pool) == pool else None
+        return model.config.volumes_of(entry_of(pool))
+
+    def grammar_outcomes(self) -> Mapping[str, int]:
+        found: Counter[str] = Counter(self._past_outcomes)
+        for model in self:
+            if model.renderer is not None:
+                found.update(model.renderer.grammar_outcomes)
+        return found
+
+    # Names
+
+    def of(self, tenant: Tenant) -> dict[str, int]:
+        """Return the context in tokens, by names that the tenant may ask for now. Raises as `route`."""
+        found = {}
+        for name, (label, _) in self._names(tenant).items():
+            model = self._answering(self._entries[label])
+            if model.renderer is not None:
+                found[name] = model.renderer.max_model_len()
+        return found
+
+    def route(
+        self, name: str, tenant: Tenant, conversation: Callable[[], bytes] = bytes, *, param: str | None = "model"
+    ) -> Route:
+        """Raises ModelNotFound, and NoDecodeWorker for a tenant whose pool is not configured here.
+
+        `conversation` returns its beginning (`beginning_of`); `param` is the request's field.
+        """
+        names = self._names(tenant)
+        if name not in names:
+            served = list(names)
+            more = f" and {len(served) - MAX_NAMED} more" if len(served) > MAX_NAMED else ""
+            raise ModelNotFound(
+                f"the model {name[:256]!r} does not exist; served here: {', '.join(served[:MAX_NAMED])}{more}",
+                param=param,
+            )
+        asked, pool = names[name]
+        entry = self._entries[asked]
+        # Neither a contract nor a name of a pool leads to another model.
+        if entry.canary and not (tenant.pool or pool):
+            target = self._entries[diverted_to(entry.canary, tenant.name, asked, conversation) or asked]
+            model = self._answering(target)
+            if target is not entry and model.renderer is not None and self._has_workers(model.pool):
+                return Route(model, model.pool, asked)
+        model = self._answering(entry)
+        return Route(model, pool if asked == DEFAULT_POOL else model.pool, asked)
+
+    def _names(self, tenant: Tenant) -> dict[str, tuple[str, str]]:
+        # Labels, and pools of the default model, by name.
+        found: dict[str, tuple[str, str]] = {}
+        # Records of earlier releases may have a pool called `default`, which is not the default one.
+        own = self._entries.get(tenant.pool) if tenant.pool != DEFAULT_POOL else None
+        if own is not None:
+            return dict.fromkeys((own.names.default, *own.aliases), (tenant.pool, ""))
+        default = self._entries.get(DEFAULT_POOL)
+        if default is not None:
+            pools = default.names.of(tenant)
+            found = {name: (DEFAULT_POOL, pool) for name, pool in pools.items()}
+            found |= dict.fromkeys(default.aliases, (DEFAULT_POOL, pools[default.names.default]))
+        elif tenant.pool:
+            raise NoDecodeWorker(
+                f"this tenant is served by pool {tenant.pool[:64]!r}, and this gateway's configuration has no such pool"
+            )
+        return found if tenant.pool else found | self._entry_names
+
+    def _answering(self, entry: _Entry) -> GatewayModel:
+        earlier, current = entry.earlier, entry.current
+        if earlier is None:
+            return current
+        if (current.renderer is not None and self._has_workers(current.pool)) or not self._has_workers(earlier.pool):
+            entry.earlier = None
+            self._retire([earlier])
+            return current
+        return earlier
+
+    # Loading
+
+    def apply(self, config: ClusterConfig) -> None:
+        """Serve the models of a configuration. Those that did not change stay as they are."""
+        self._set(config)
+        if self._is_started:
+            self._load_missing()
+        self._on_change()
+
+    def _set(self, config: ClusterConfig) -> None:
+        wanted = {entry.name: (entry.pool, entry.model) for entry in config.models}
+        if config.serves_default:
+            wanted = {DEFAULT_POOL: ("", config.model), **wanted}
+        before, self._entries = self._entries, {}
+        for label, (pool, model) in wanted.items():
+            entry = before.pop(label, None)
+            earlier = None if entry is None else entry.earlier
+            if entry is None or entry.current.pool != pool:
+                own = config.of_model("" if label == DEFAULT_POOL else label)
+                current = GatewayModel(pool, own, self._folder if label == DEFAULT_POOL else own.model.path)
+                if entry is not None:
+                    self._retire([earlier] if earlier is not None else [])
+                    earlier = entry.current
+                names = ModelNames(own if label == DEFAULT_POOL else own.model_copy(update={"pools": {}}))
+            else:
+                current, names = entry.current, entry.names
+            self._entries[label] = _Entry(current, names, model.aliases, dict(model.canary), earlier)
+        self._retire(model for entry in before.values() for model in (entry.current, entry.earlier) if model)
+        self.pools = (*config.pools, *(entry.name for entry in config.models))
+        self._entry_names = {
+            name: (label, "")
+            for label, entry in self._entries.items()
+            if label != DEFAULT_POOL
+            for name in (entry.names.default, *entry.aliases)
+        }
+
+    async def identify(self) -> None:
+        """Read what links of the default model compare. Raises ConfigError."""
+        default = self._entries.get(DEFAULT_POOL)
+        if default is not None:
+            model = default.current
+            await self._identify(model)
+
+    async def _identify(self, model: GatewayModel) -> None:
+        own = await asyncio.to_thread(self._make_identity, model.config, model.folder)
+        model.identity = GatewayIdentity(own)
+
+    async def load(self) -> None:
+        """Load the default model, and begin with the others. Raises for the default model only."""
+        for model in self:
+            if model.pool:
+                self._begin_loading(model)
+        default = self._entries.get(DEFAULT_POOL)
+        if default is not None:
+            await self._load(default.current)
+        self._is_started = True
+        self._load_missing()  # what came meanwhile
+
+    async def close(self) -> None:
+        tasks = list(self._loading.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._retire(list(self))
+        await self._closing.wait()
+
+    def _load_missing(self) -> None:
+        for model in self:
+            if model.renderer is None:
+                self._begin_loading(model)
+
+    def _begin_loading(self, model: GatewayModel) -> None:
+        if model.pool not in self._loading:
+            self._loading[model.pool] = asyncio.create_task(self._keep_loading(model))
+
+    async def _keep_loading(self, model: GatewayModel) -> None:
+        pause_s = RETRY_FIRST_S
+        try:
+            while model.renderer is None:
+                try:
+                    await self._load(model)
+                except (KvferryError, OSError, ValueError) as error:
+                    model.why_not = str(error)[:1000]
+                    log.error("the model %s cannot be served yet: %s", model.label, model.why_not)
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, RETRY_MOST_S)
+        except Exception:
+            log.exception("the model %s cannot be served", model.label)
+        finally:
+            self._loading.pop(model.pool, None)
+
+    async def _load(self, model: GatewayModel) -> None:
+        if model.identity is None:
+            await self._identify(model)
+            self._on_change()
+        renderer = await asyncio.to_thread(self._make_renderer, model.config, model.folder)
+        renderer.start()
+        model.renderer, model.why_not = renderer, ""
+        if model not in tuple(self):
+            model.retire(self._closing)  # it was removed meanwhile
+        self._on_change()
+
+    def _retire(self, models: Iterable[GatewayModel]) -> None:
+        for model in models:
+            if (loading := self._loading.get(model.pool)) is not None and model.renderer is None:
+                loading.cancel()
+            if model.renderer is not None:
+                self._past_outcomes.update(model.renderer.grammar_outcomes)
+            model.retire(self._closing)
