@@ -31,11 +31,14 @@ async def test_fp8_pages_are_what_was_computed(monkeypatch: pytest.MonkeyPatch) 
         for length in (32, 33, 200, 900):
             prompt = words[:length]
             alone, _ = await answer(
-                pair.decode, EngineRequest(RequestId(f"alone-{length}"), prompt, GREEDY, cache_salt="alone")
+                pair.decode, EngineRequest(RequestId(f"alone-{length}"), prompt, GREEDY, cache_salt=f"alone-{length}")
             )
             transfer = await prefill(pair.prefill, f"apart-{length}", prompt)
             tokens, last = await answer(
-                pair.decode, EngineRequest(RequestId(f"apart-{length}"), prompt, GREEDY, transfer_params=transfer)
+                pair.decode,
+                EngineRequest(
+                    RequestId(f"apart-{length}"), prompt, GREEDY, transfer_params=transfer, cache_salt=f"apart-{length}"
+                ),
             )
             assert last.sources is not None
             assert last.sources.external_kv_transfer == length
