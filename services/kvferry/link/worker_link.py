@@ -79,7 +79,7 @@ class WorkerLink:
         self.on_survived: Callable[[], None] | None = None
         self.on_vanished: Callable[[], None] | None = None
         self._engine_id = ""  # of the last connection
-        self._identity = identity or GatewayIdentity()
+        self.identity = identity or GatewayIdentity()
         self._reserving: dict[int, asyncio.Future[None]] = {}
         self._gateway_id = gateway_id
         self._on_change = on_change
@@ -247,12 +247,8 @@ class WorkerLink:
             await connection.close()
         return self.generation > generation
 
-    def left(self) -> None:
-        """Note that the worker has left the cluster."""
-        self._identity.left(self.member.member_id)
-
     def _hello(self) -> pb.Hello:
-        own = self._identity.current()
+        own = self.identity.current()
         return pb.Hello(
             gateway_id=self._gateway_id,
             version=__version__,
@@ -319,13 +315,13 @@ class WorkerLink:
                         self._give_up(f"{self.member.address} is now {message.welcome.worker_id}")
                         return
                     peer = identity_of(message.welcome)
-                    own = self._identity.current()
+                    own = self.identity.current()
                     why_not = why_incompatible(own, peer) or why_refused(message.welcome, self.member.pool)
                     self._note_incompatible(why_not)
                     if why_not:
                         self._give_up(why_not)
                         return
-                    self._identity.linked(self.member.member_id, peer)
+                    self.identity.linked(self.member.member_id, peer)
                     self.features = peer.features
                     self._connected(message.welcome)
                 case "quarantined":

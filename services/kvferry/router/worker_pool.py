@@ -189,7 +189,7 @@ class WorkerPool:
         self._candidates.pop(member_id, None)
         link = self._links.pop(member_id, None)
         if link is not None:
-            link.left()
+            link.identity.left(member_id)
             if self._up.pop(member_id, None) is not None:
                 self._on_down(member_id)
             self._on_gone(member_id)
