@@ -16,7 +16,15 @@ from kvferry.link import codec
 from kvferry.link.connection import Connection, dial
 from kvferry.link.flow_control import ACK_EVERY_S, QUIET_S, SILENCE_LIMIT_S, AckCounter
 from kvferry.link.frames import MAX_FRAME_BYTES
-from kvferry.link.protocol import QUARANTINE, RESERVE, Identity, identity_of, why_incompatible, why_refused
+from kvferry.link.protocol import (
+    QUARANTINE,
+    RESERVE,
+    Identity,
+    adapters_of,
+    identity_of,
+    why_incompatible,
+    why_refused,
+)
 from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
 from kvferry.link.worker_tenants import WorkerTenants, elsewhere
 from kvferry.membership.base import Member
@@ -72,6 +80,7 @@ class WorkerLink:
         self.is_full = False  # it refuses new requests
         self.why_incompatible = ""  # empty unless worker and gateway must not work together
         self.features: frozenset[str] = frozenset()  # of the worker
+        self.adapters: frozenset[str] = frozenset()  # that the worker takes requests for
         self.on_residency: Callable[[pb.Residency], None] | None = None
         self.on_quarantined: Callable[[pb.Quarantined], None] | None = None
         self.on_room: Callable[[], None] | None = None
@@ -320,6 +329,7 @@ class WorkerLink:
                         self._give_up(why_not)
                         return
                     self.features = peer.features
+                    self.adapters = adapters_of(message.welcome)
                     self._connected(message.welcome)
                 case "quarantined":
                     if self.on_quarantined is not None:

@@ -32,6 +32,7 @@ class Answer:
         *,
         answer_tokens: int,
         default_seed: int,
+        adapter: str = "",
     ) -> None:
         """`answer_tokens` is the mean length of answers that only an end-of-sequence token ends."""
         self.text = ""
@@ -41,6 +42,8 @@ class Answer:
         if sampling.temperature > 0:
             drawn = sampling.seed if sampling.seed is not None else default_seed
             seed = xxhash.xxh3_64_intdigest(b"seed:%d" % drawn)
+        if adapter:
+            seed ^= xxhash.xxh3_64_intdigest(adapter.encode())
         self._chain = xxhash.xxh3_64(packed_prompt, seed)
         self._sampling = sampling
         self._texts = tokenizer.texts
