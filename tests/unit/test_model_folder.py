@@ -9,7 +9,7 @@ import pytest
 
 from kvferry import model_folder
 from kvferry.errors import ConfigError
-from kvferry.model_folder import cache_folder, main, resolve
+from kvferry.model_folder import cache_folder, from_hub, main, resolve
 
 
 @pytest.fixture
@@ -138,6 +138,10 @@ def test_a_hub_id_that_cannot_be_had_is_one_clear_message(cache: Path, monkeypat
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="'owner/thing' is not a folder here and could not be fetched"):
         resolve("owner/thing")
+    key = "adapters.served.sql.path"
+    with pytest.raises(ConfigError, match=f"^{key}: 'owner/thing' .* could not be fetched") as caught:
+        from_hub("owner/thing", lambda _: None, only=["a.json"], revision="v1", key=key)
+    assert caught.value.param == key
 
 
 def test_a_name_that_cannot_be_a_hub_id_lists_what_is_allowed(cache: Path) -> None:

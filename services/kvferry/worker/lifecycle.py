@@ -56,6 +56,7 @@ def build_engine(
             tier=config.tier,
             keeper_socket=keeper_socket,
             volume_pool=volume_pool or "",
+            adapters=config.adapters,
         )
     return VllmEngine(
         model_folder,
@@ -66,6 +67,7 @@ def build_engine(
         keeper_socket=keeper_socket,
         volume_pool=volume_pool or "",
         has_tenants=config.gateway.tenants_in_etcd,
+        adapters=config.adapters,
     )
 
 

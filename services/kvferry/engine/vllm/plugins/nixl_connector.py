@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
+from kvferry.engine.vllm.plugins.adapter_page_keys import hash_adapters_by_name
+from kvferry.engine.vllm.plugins.cpu_lora_rows import leave_other_rows_alone
 from kvferry.engine.vllm.plugins.grammar_replay import replay_given_tokens
 from kvferry.engine.vllm.plugins.grammar_time import limit_grammar_time
 from kvferry.engine.vllm.plugins.nixl_exchange import compare_exchange_digests
@@ -29,6 +31,8 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             poll_shm_queues_slowly()
         if role == KVConnectorRole.WORKER:
             compare_exchange_digests()
+            if on_cpu and vllm_config.lora_config is not None:
+                leave_other_rows_alone()
         try:
             with blocking_progress_thread() if on_cpu else contextlib.nullcontext():
                 super().__init__(vllm_config, role, kv_cache_config)
@@ -42,6 +46,7 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             retry_taken_handshake_ports(self.connector_scheduler)
             send_lease_ends(self.connector_scheduler)
             # This runs in the engine core, where vLLM loads nothing else of ours.
+            hash_adapters_by_name()
             limit_grammar_time()
             replay_given_tokens()
             if on_cpu and not vllm_config.kv_transfer_config.is_kv_consumer:
