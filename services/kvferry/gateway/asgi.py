@@ -27,6 +27,7 @@ from kvferry.errors import (
 )
 from kvferry.exposition import CONTENT_TYPE
 from kvferry.gateway.access import Access
+from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Admission, Claim, CountedRequest, Readiness
 from kvferry.gateway.browser_requests import require_json, require_local_page, require_one_host
 from kvferry.gateway.connection_limits import ConnectionLimits, raise_descriptor_limit
@@ -80,6 +81,7 @@ class HttpApp:
         self,
         config: GatewayConfig,
         models: ModelNames,
+        adapters: AdapterNames,
         metrics: GatewayMetrics,
         admission: Admission,
         read_readiness: Callable[[], Readiness],
@@ -98,6 +100,7 @@ class HttpApp:
         self._access = access
         self._config = config
         self._models = models
+        self._adapters = adapters
         self._metrics = metrics
         self._read_readiness = read_readiness
         self._read_targets = read_targets
@@ -118,7 +121,9 @@ class HttpApp:
                     await self._generate("completions", scope, receive, send)
                 case "/v1/models":
                     _allow(method, "GET")
-                    listed = [self._model(name) for name in self._models.of(self._identify(scope))]
+                    tenant = self._identify(scope)
+                    listed = [self._model(name) for name in self._models.of(tenant)]
+                    listed += [self._model(name, parent) for name, parent in self._adapters.of(tenant).items()]
                     await _respond(send, 200, msgspec.json.encode({"object": "list", "data": listed}))
                 case "/healthz":
                     _allow(method, "GET")
@@ -143,8 +148,10 @@ class HttpApp:
                 case _ if path.startswith("/v1/models/"):
                     _allow(method, "GET")
                     name = path.removeprefix("/v1/models/")
-                    self._models.pool_of(name, self._identify(scope), param=None)
-                    await _respond(send, 200, msgspec.json.encode(self._model(name)))
+                    tenant = self._identify(scope)
+                    model, adapter = self._adapters.resolve(name, tenant, param=None)
+                    self._models.pool_of(model, tenant, param=None)
+                    await _respond(send, 200, msgspec.json.encode(self._model(name, model if adapter else "")))
                 case _:
                     raise RouteNotFound(f"{method} {path}: no such path")
         except KvferryError as error:
@@ -160,13 +167,16 @@ class HttpApp:
             else:
                 exchange.abort()
 
-    def _model(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str, parent: str = "") -> dict[str, Any]:
+        # As vLLM has them. It also says where an adapter lies (`root`), which is nothing to a client here.
+        of_adapter = {"root": name.rpartition(":")[2], "parent": parent} if parent else {}
         return {
             "id": name,
             "object": "model",
             "created": self._started_unix_s,
             "owned_by": "kvferry",
             "max_model_len": self.max_model_len,
+            **of_adapter,
         }
 
     def _readiness(self, scope: Message) -> Readiness:

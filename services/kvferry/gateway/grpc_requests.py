@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from kvferry.engine.base import EngineOutput, Renderer, TokenLogprob, ToolCallDelta
 from kvferry.errors import RequestError
+from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.generation import Gathered, Generation, refuse_abort
@@ -50,6 +51,7 @@ class Inference:
         dispatcher: Dispatcher,
         metrics: GatewayMetrics,
         models: ModelNames,
+        adapters: AdapterNames,
         timeouts: TokenTimeouts,
     ) -> None:
         self._timeouts = timeouts
@@ -57,6 +59,7 @@ class Inference:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._models = models
+        self._adapters = adapters
 
     async def generate(
         self,
@@ -75,7 +78,8 @@ class Inference:
         begun_ns = time.time_ns()
         await check_num_values(raw, pb.GenerateRequest.DESCRIPTOR, MAX_VALUES + self._renderer.max_model_len())
         message, body, fields = await _read(read_generate, raw)
-        pool = self._models.pool_of(message.model, tenant)
+        model, adapter = self._adapters.resolve(message.model, tenant)
+        pool = self._models.pool_of(model, tenant)
         n = body.n or 1
         try:
             claim.take_choices(n)  # a message has one prompt
@@ -95,6 +99,7 @@ class Inference:
             self._metrics,
             tenant=tenant,
             pool=pool,
+            adapter=adapter,
             timeouts=self._timeouts,
             may_be_aggregated=not disaggregate,
             trace=trace,
@@ -111,7 +116,8 @@ class Inference:
         """Return a TokenizeResponse, encoded. Raises the same errors as `generate`."""
         await check_num_values(raw, pb.TokenizeRequest.DESCRIPTOR, MAX_VALUES)
         message, body, fields = await _read(read_tokenize, raw)
-        self._models.pool_of(message.model, tenant)
+        model, _ = self._adapters.resolve(message.model, tenant)
+        self._models.pool_of(model, tenant)
         try:
             token_ids = await self._token_ids(body, fields)
         except RequestError as error:
@@ -129,9 +135,10 @@ class Inference:
 
     def models(self, tenant: Tenant) -> pb.ListModelsResponse:
         max_model_len = self._renderer.max_model_len()
-        return pb.ListModelsResponse(
-            models=[pb.Model(name=name, max_model_len=max_model_len) for name in self._models.of(tenant)]
-        )
+        models = [pb.Model(name=name, max_model_len=max_model_len) for name in self._models.of(tenant)]
+        adapters = self._adapters.of(tenant).items()
+        models += [pb.Model(name=name, max_model_len=max_model_len, parent=parent) for name, parent in adapters]
+        return pb.ListModelsResponse(models=models)
 
 
 async def _read(

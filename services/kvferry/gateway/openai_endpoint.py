@@ -14,6 +14,7 @@ from msgspec import structs
 
 from kvferry.engine.base import EngineOutput, RenderedPrompt, Renderer
 from kvferry.errors import EngineError, KvferryError
+from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort
 from kvferry.gateway.json_values import MAX_VALUES, check_num_values
@@ -63,6 +64,7 @@ class OpenAI:
         dispatcher: Dispatcher,
         metrics: GatewayMetrics,
         models: ModelNames,
+        adapters: AdapterNames,
         timeouts: TokenTimeouts,
     ) -> None:
         self._timeouts = timeouts
@@ -70,6 +72,7 @@ class OpenAI:
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._models = models
+        self._adapters = adapters
 
     async def chat(
         self, raw: bytes, *, claim: Claim, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None
@@ -78,7 +81,8 @@ class OpenAI:
         begun_ns = time.time_ns()
         await check_num_values(raw, MAX_VALUES)
         body, fields = await _read(read_chat, raw)
-        pool = self._models.pool_of(body.model, tenant)
+        model, adapter = self._adapters.resolve(body.model, tenant)
+        pool = self._models.pool_of(model, tenant)
         claim.take_choices(body.n or 1)
         rendered = await self._renderer.render_chat(fields)
         num_top = (body.top_logprobs or 0) if body.logprobs else None
@@ -91,7 +95,16 @@ class OpenAI:
                 rendered = dataclasses.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
         claim.take_answer([rendered], body.n or 1)
         answer = self._answer(
-            body, [rendered], num_top, fmt, "chatcmpl", tenant=tenant, pool=pool, debug=debug, trace=trace
+            body,
+            [rendered],
+            num_top,
+            fmt,
+            "chatcmpl",
+            tenant=tenant,
+            pool=pool,
+            adapter=adapter,
+            debug=debug,
+            trace=trace,
         )
         claim.work = answer.generation
         if trace is not None:
@@ -105,7 +118,8 @@ class OpenAI:
         begun_ns = time.time_ns()
         await check_num_values(raw, MAX_VALUES + self._renderer.max_model_len())
         body, fields = await _read(read_completion, raw)
-        pool = self._models.pool_of(body.model, tenant)
+        model, adapter = self._adapters.resolve(body.model, tenant)
+        pool = self._models.pool_of(model, tenant)
         claim.take_choices(num_prompts(body) * (body.n or 1))
         rendered = await self._renderer.render_completion(fields)
         num_top = body.logprobs
@@ -118,6 +132,7 @@ class OpenAI:
             "cmpl",
             tenant=tenant,
             pool=pool,
+            adapter=adapter,
             debug=debug,
             trace=trace,
         )
@@ -151,6 +166,7 @@ class OpenAI:
         *,
         tenant: Tenant,
         pool: str,
+        adapter: str,
         debug: Debug,
         trace: RequestTrace | None,
     ) -> Answer:
@@ -165,6 +181,7 @@ class OpenAI:
             self._metrics,
             tenant=tenant,
             pool=pool,
+            adapter=adapter,
             timeouts=self._timeouts,
             may_be_aggregated=not debug.disaggregate,
             trace=trace,
