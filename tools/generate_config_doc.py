@@ -112,7 +112,7 @@ Decode engines then guess up to {max_drafts} tokens, those that followed the sam
 check them in one step. It helps answers that repeat their prompts (code, extraction, summaries) while few streams run;
 with many, the checked tokens cost more than they save. Answers are those of an engine without, token for token
 (float32, greedy), also after a transfer, from every tier, and when another worker continues them; sampled answers have
-the same distribution, but a seed does not give its answer again. `min_p` and `logit_bias`,
+the same distribution, and a seed gives its answer again on engines with the same setting. `min_p` and `logit_bias`,
 which vLLM does not take then, are refused with 400. Of other methods (draft models, EAGLE, MTP) nothing was shown: they
 need `engine.unproven: [speculative_config]`, in `engine.args`, because a draft model has pages of its own.
 `vllm:spec_decode_num_draft_tokens_total` and `vllm:spec_decode_num_accepted_tokens_total` of a decode worker's metrics

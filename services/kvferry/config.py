@@ -384,6 +384,69 @@ class ServerTlsConfig(_Section):
         return self
 
 
+MAX_ADAPTERS = 64
+MAX_ADAPTER_NAME_CHARS = 64
+_MAX_ADAPTER_TENANTS = 256
+_ADAPTER_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_ADAPTER_NAME_CHARS - 1}}}")
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+class AdapterConfig(_Section):
+    """A LoRA adapter of the model."""
+
+    path: str = Field(min_length=1, max_length=1024)  # a folder, the same on every node, or a hub id
+    revision: str = Field("", max_length=200)  # of a hub id: branch, tag or commit
+    # Those that may use it, and see that it is there; empty: all.
+    tenants: tuple[str, ...] = Field((), max_length=_MAX_ADAPTER_TENANTS)
+
+    @field_validator("path")
+    @classmethod
+    def _is_folder_or_hub_id(cls, path: str) -> str:
+        if not (path.startswith("/") or _HUB_ID.fullmatch(path)) or "\0" in path:
+            raise ValueError("expected the absolute path of a folder, which every node has, or a hub id (owner/name)")
+        return path
+
+    @model_validator(mode="after")
+    def _revisions_are_of_the_hub(self) -> AdapterConfig:
+        if self.revision and self.path.startswith("/"):
+            raise ValueError("revision is of hub ids; a folder has none")
+        return self
+
+
+class AdaptersConfig(_Section):
+    """LoRA adapters of the model, which clients ask for by name."""
+
+    served: dict[str, AdapterConfig] = Field(default_factory=dict)  # by name
+    max_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16  # vLLM's max_lora_rank
+    max_active: int = Field(4, ge=1, le=MAX_ADAPTERS)  # vLLM's max_loras: that an engine computes with in one step
+    # vLLM's max_cpu_loras: in an engine's memory; the least recently used makes room. Empty: max_active.
+    max_loaded: int | None = Field(None, ge=1, le=MAX_ADAPTERS)
+    max_gib: float = Field(8.0, gt=0, allow_inf_nan=False)  # of all files; each engine has a copy on its disk
+
+    @property
+    def num_loaded(self) -> int:
+        return self.max_active if self.max_loaded is None else self.max_loaded
+
+    @field_validator("served")
+    @classmethod
+    def _adapters_have_names(cls, served: dict[str, AdapterConfig]) -> dict[str, AdapterConfig]:
+        if len(served) > MAX_ADAPTERS:
+            raise ValueError(f"{len(served)} adapters; {MAX_ADAPTERS} is the limit")
+        for name in served:
+            if not _ADAPTER_NAME.fullmatch(name):
+                raise ValueError(
+                    f"adapter {name[:80]!r}: letters, digits, dots, dashes and underscores, at most "
+                    f"{MAX_ADAPTER_NAME_CHARS}, a letter or digit first"
+                )
+        return served
+
+    @model_validator(mode="after")
+    def _active_ones_are_loaded(self) -> AdaptersConfig:
+        if self.max_loaded is not None and self.max_loaded < self.max_active:
+            raise ValueError(f"max_loaded ({self.max_loaded}) must be at least max_active ({self.max_active})")
+        return self
+
+
 class WorkerConfig(_Section):
     """Settings of all workers and of gateways that dial them; keepers use `tls` too."""
 
@@ -657,6 +720,7 @@ class ClusterConfig(_Section):
     pools: dict[str, PoolConfig] = Field(default_factory=dict)  # further pools by name; the default one has no name
     # Further models. A cluster with some, whose `prefill`, `decode` and `pools` have no replicas, has no default model.
     models: tuple[ModelEntryConfig, ...] = ()
+    adapters: AdaptersConfig = AdaptersConfig()
     worker: WorkerConfig = WorkerConfig()
     gateway: GatewayConfig = GatewayConfig()
     membership: MembershipConfig = MembershipConfig()
@@ -745,6 +809,30 @@ class ClusterConfig(_Section):
         return self
 
     @model_validator(mode="after")
+    def _adapters_make_sense(self) -> ClusterConfig:
+        if not self.adapters.served:
+            return self
+        if not self.serves_default:
+            raise ValueError("adapters.served: adapters are of the default model, and this cluster has `models` alone")
+        names = {self.served_name, *self.model.aliases, *(pool.served_name for pool in self.pools.values())}
+        names |= {name for entry in self.models for name in (entry.name, entry.served_model.served_name)}
+        names |= {alias for entry in self.models for alias in entry.model.aliases}
+        if clash := sorted(names & self.adapters.served.keys()):
+            raise ValueError(f"adapters.served.{clash[0]}: {clash[0]!r} is the name of a model")
+        engines = [self.engine_of(role, pool) for pool in ("", *self.pools) for role in ROLES]
+        ranks = max(engine.tensor_parallel_size for engine in engines)
+        if self.engine.kind == "vllm" and ranks > 1:
+            raise ValueError(
+                "adapters.served: adapters were not shown to give right answers with engine.tensor_parallel_size "
+                f"{ranks}, only with 1"
+            )
+        if any(vllm_arguments.speculates(engine.args) for engine in engines):
+            raise ValueError(
+                f"adapters.served: adapters were not shown to give right answers beside {vllm_arguments.SPECULATION}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _arguments_of_roles_are_taken(self) -> ClusterConfig:
         for pool, name in itertools.product(("", *self.pools), ROLES):
             try:
@@ -829,6 +917,7 @@ class ClusterConfig(_Section):
         values = self.model_dump(exclude={"models"})
         own: dict[str, Any] = {}
         if name:
+            values["adapters"] = {}  # of the default model
             entry = self.entry(name)
             values["model"] = entry.served_model.model_dump()
             values["engine"] |= entry.engine

@@ -57,7 +57,7 @@ def resolve(name: str, *, report: Callable[[str], None] = lambda _: None, with_w
         return folder.resolve()
     if folder.exists() or name.startswith(("/", "./", "../", "~")):
         raise _unusable(f"{name!r} is not a folder with a config.json; {_ALLOWED}")
-    return _from_hub(name, report, leave_out=() if with_weights else WEIGHT_SUFFIXES | OTHER_WEIGHT_SUFFIXES)
+    return from_hub(name, report, leave_out=() if with_weights else WEIGHT_SUFFIXES | OTHER_WEIGHT_SUFFIXES)
 
 
 def is_folder(name: str) -> bool:
@@ -74,7 +74,7 @@ def read_config(name: str) -> dict[str, Any]:
     if not file.is_file():
         if file.parent.exists() or name.startswith(("/", "./", "../", "~")):
             raise _unusable(f"{name!r} is not a folder with a config.json; {_ALLOWED}")
-        file = _from_hub(name, lambda _: None, only=_CONFIG_FILE) / _CONFIG_FILE
+        file = from_hub(name, lambda _: None, only=_CONFIG_FILE) / _CONFIG_FILE
     try:
         if file.stat().st_size > _MAX_CONFIG_BYTES:
             raise _unusable(f"{file} has more than {_MAX_CONFIG_BYTES} bytes: that is no config.json of a model")
@@ -145,30 +145,41 @@ def _convert(gguf: Path, into: Path) -> None:
     model.save_pretrained(into)
 
 
-def _from_hub(
-    name: str, report: Callable[[str], None], *, only: str | None = None, leave_out: Iterable[str] = ()
+def from_hub(
+    name: str,
+    report: Callable[[str], None],
+    *,
+    only: str | list[str] | None = None,
+    leave_out: Iterable[str] = (),
+    revision: str | None = None,
+    key: str = "model.path",
 ) -> Path:
+    """Fetch a hub id, or its files that match `only`, without those that end as `leave_out` says.
+
+    Raises ConfigError, which names `key`.
+    """
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
     except ImportError:
         raise _unusable(
-            f"{name!r} is not a folder, and fetching it from the hub needs huggingface_hub; run `make setup`"
+            f"{name!r} is not a folder, and fetching it from the hub needs huggingface_hub; run `make setup`", key
         ) from None
     try:
         with _announced(f"fetching {name} from the hub", report):
             folder = snapshot_download(
                 name,
+                revision=revision,
                 cache_dir=cache_folder() / "hub",
                 allow_patterns=only,
                 ignore_patterns=[f"*{suffix}" for suffix in sorted(leave_out)],
             )
     except HFValidationError:
-        raise _unusable(f"{name!r} is none of these; {_ALLOWED}") from None
+        raise _unusable(f"{name!r} is none of these; {_ALLOWED}", key) from None
     except Exception as error:
         # Each layer between here and the hub raises its own errors.
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise _unusable(f"{name!r} is not a folder here and could not be fetched from the hub: {reason}") from None
+        raise _unusable(f"{name!r} is not a folder here and could not be fetched from the hub: {reason}", key) from None
     return Path(folder).resolve()
 
 
@@ -183,8 +194,8 @@ def _expanded(name: str) -> Path:
     return folder
 
 
-def _unusable(what: str) -> ConfigError:
-    return ConfigError(f"model.path: {what}", param="model.path")
+def _unusable(what: str, key: str = "model.path") -> ConfigError:
+    return ConfigError(f"{key}: {what}", param=key)
 
 
 @contextmanager

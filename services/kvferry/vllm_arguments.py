@@ -44,6 +44,10 @@ _USE = {
     "enforce_eager": "engine.enforce_eager",
     "otlp_traces_endpoint": "tracing.endpoint",
     "kv_offloading_size": "tier.cpu_gib",
+    "enable_lora": "adapters.served",
+    "max_loras": "adapters.max_active",
+    "max_cpu_loras": "adapters.max_loaded",
+    "max_lora_rank": "adapters.max_rank",
 }
 
 REFUSED: Mapping[str, str] = {
@@ -142,10 +146,9 @@ UNPROVEN: Mapping[str, str] = {
         "tokens that are not sampled one at a time from the model's own distribution",
     ),
     **_each(
-        "enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype "
-        "lora_target_modules enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
-        "enable_moe_shared_loras max_lora_cls_labels",
-        "adapters: keys of pages do not name them yet",
+        "default_mm_loras fully_sharded_loras lora_dtype lora_target_modules enable_tower_connector_lora "
+        "specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels",
+        "adapters of other kinds, or computed otherwise, than those that were compared",
     ),
     **_each(
         "allowed_local_media_path allowed_media_domains language_model_only limit_mm_per_prompt enable_mm_embeds "

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from msgspec import structs
 
-from kvferry.config import SimConfig, TierConfig
+from kvferry.config import AdapterConfig, AdaptersConfig, SimConfig, TierConfig
 from kvferry.engine.base import (
     Continued,
     Engine,
@@ -84,7 +84,9 @@ async def sim_tier_pair() -> AsyncIterator[SimPair]:
 @contextlib.asynccontextmanager
 async def _sim_pair(tier: TierConfig) -> AsyncIterator[SimPair]:
     sim = SimConfig(step_ms=1.0, prefill_tokens_per_s=200_000, num_pages=256, page_bytes=512, max_model_len=2048)
-    pair = SimPair(*(SimEngine("tiny", sim, block_size=32, max_num_seqs=16, tier=tier) for _ in range(2)))
+    served = {name: AdapterConfig(path=f"/adapters/{name}") for name in ("sql", "poems")}
+    options: dict[str, Any] = {"tier": tier, "adapters": AdaptersConfig(served=served)}
+    pair = SimPair(*(SimEngine("tiny", sim, block_size=32, max_num_seqs=16, **options) for _ in range(2)))
     try:
         await pair.prefill.start()
         await pair.decode.start()
@@ -152,6 +154,7 @@ async def run(
     transfer_params: TransferParams | None = None,
     keep_for_transfer: bool = False,
     cache_salt: str = "",
+    adapter: str = "",
 ) -> Outcome:
     outcome = Outcome()
     request = EngineRequest(
@@ -161,6 +164,7 @@ async def run(
         keep_for_transfer=keep_for_transfer,
         transfer_params=transfer_params,
         cache_salt=cache_salt,
+        adapter=adapter,
     )
     async with asyncio.timeout(DEADLINE_S):
         async for output in engine.generate(request):
@@ -173,8 +177,9 @@ async def run(
     return outcome
 
 
-async def prefill(pair: EnginePair, prompt: Sequence[int], cache_salt: str = "") -> TransferParams:
-    outcome = await run(pair.prefill, prompt, greedy(1), keep_for_transfer=True, cache_salt=cache_salt)
+async def prefill(pair: EnginePair, prompt: Sequence[int], cache_salt: str = "", adapter: str = "") -> TransferParams:
+    options: dict[str, Any] = {"cache_salt": cache_salt, "adapter": adapter}
+    outcome = await run(pair.prefill, prompt, greedy(1), keep_for_transfer=True, **options)
     assert outcome.last.transfer_params is not None
     return outcome.last.transfer_params
 
@@ -668,3 +673,58 @@ async def test_releasing_what_an_engine_does_not_know_is_ignored(engine_pair: En
     prompt = fresh_prompt(engine_pair)
     assert len((await run(engine_pair.decode, prompt, greedy())).token_ids) == NUM_TOKENS
     await engine_pair.prefill.release(other.last.transfer_params)
+
+
+# --- adapters. Engines of vLLM that have some: tests/model/test_adapters.py
+
+
+@pytest.fixture(scope="session", params=["sim", "sim_tier"])
+def adapter_pair(request: pytest.FixtureRequest) -> EnginePair:
+    pair: EnginePair = request.getfixturevalue(f"{request.param}_pair")
+    return pair
+
+
+async def test_adapters_answer_otherwise_and_share_no_page(adapter_pair: EnginePair) -> None:
+    engine, prompt = adapter_pair.decode, fresh_prompt(adapter_pair)
+    keys = sorted(engine.info.adapters)
+    assert [key.partition("@")[0] for key in keys] == ["poems", "sql"]
+    assert adapter_pair.prefill.info.adapters == engine.info.adapters
+    answers = []
+    for key in ("", *keys):
+        first = await run(engine, prompt, greedy(), adapter=key)
+        again = await run(engine, prompt, greedy(), adapter=key)
+        assert first.sources == PromptSources(local_compute=len(prompt))
+        assert again.sources.local_cache_hit == len(prompt) // engine.info.block_size * engine.info.block_size
+        assert first.token_ids == again.token_ids
+        answers.append(first.token_ids)
+    assert len(set(map(tuple, answers))) == 3
+
+
+async def test_an_adapters_pages_are_pulled_for_it_alone(adapter_pair: EnginePair) -> None:
+    prompt = fresh_prompt(adapter_pair)
+    sql = next(key for key in adapter_pair.decode.info.adapters if key.startswith("sql@"))
+    expected = await run(adapter_pair.decode, prompt, greedy(), cache_salt="alone", adapter=sql)
+    params = await prefill(adapter_pair, prompt, adapter=sql)
+    pulled = await run(adapter_pair.decode, prompt, greedy(), transfer_params=params, adapter=sql)
+    assert pulled.sources == PromptSources(external_kv_transfer=len(prompt))
+    assert pulled.token_ids == expected.token_ids
+
+
+async def test_pages_of_one_adapter_are_refused_for_another(adapter_pair: EnginePair) -> None:
+    """Whoever gave them: what they hold is wrong for any other."""
+    prompt = fresh_prompt(adapter_pair)
+    sql, poems = sorted(adapter_pair.decode.info.adapters, reverse=True)
+    for of_pages, asked in ((sql, poems), (sql, ""), ("", sql)):
+        params = await prefill(adapter_pair, prompt, adapter=of_pages)
+        with pytest.raises(InvalidRequest, match="the pages were computed with adapter"):
+            await run(adapter_pair.decode, prompt, greedy(), transfer_params=params, adapter=asked)
+        await eventually(lambda: is_idle(adapter_pair.decode))
+        await adapter_pair.prefill.release(params)
+
+
+async def test_an_adapter_that_an_engine_does_not_have_is_refused(engine_pair: EnginePair) -> None:
+    engine, prompt = engine_pair.decode, fresh_prompt(engine_pair)
+    for adapter in ("unknown@00", "sql@00", "sql", "@"):
+        with pytest.raises(InvalidRequest, match="has no adapter"):
+            await run(engine, prompt, greedy(), adapter=adapter)
+    assert len((await run(engine, prompt, greedy())).token_ids) == NUM_TOKENS

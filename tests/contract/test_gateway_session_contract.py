@@ -227,6 +227,19 @@ async def test_a_submit_that_cannot_be_read_fails_alone(gateway: Gateway) -> Non
     assert gateway.num_tokens[1] == 200
 
 
+async def test_a_request_for_an_adapter_that_the_worker_does_not_have_is_refused(
+    gateway: Gateway, engine: SimEngine
+) -> None:
+    """A worker with none, and with other files of it, never answers with the model itself."""
+    for number, adapter in enumerate(("sql@00", "sql", "@", "x" * 5000), start=1):
+        await gateway.submit(number, request(f"r{number}", adapter=adapter))
+        await gateway.read_ends(number)
+        assert gateway.ended[number].code == "worker_draining"
+        assert "has no adapter" in gateway.ended[number].message
+        assert len(gateway.ended[number].message) < 500
+    assert engine.stats().prompt_tokens.total == 0
+
+
 async def test_a_step_of_many_requests_is_one_message(
     worker: WorkerServer, gateway: Gateway, engine: SimEngine
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry import model_folder
 from kvferry.errors import ConfigError
-from kvferry.model_folder import cache_folder, main, resolve
+from kvferry.model_folder import cache_folder, from_hub, main, resolve
 from support.child_imports import import_environment
 from support.hub_server import MODEL, hub_server
 
@@ -142,6 +142,10 @@ def test_a_hub_id_that_cannot_be_had_is_one_clear_message(cache: Path, monkeypat
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="'owner/thing' is not a folder here and could not be fetched"):
         resolve("owner/thing")
+    key = "adapters.served.sql.path"
+    with pytest.raises(ConfigError, match=f"^{key}: 'owner/thing' .* could not be fetched") as caught:
+        from_hub("owner/thing", lambda _: None, only=["a.json"], revision="v1", key=key)
+    assert caught.value.param == key
 
 
 _FETCH = "import sys; from kvferry import model_folder; print(model_folder.resolve(sys.argv[1], with_weights=%s))"

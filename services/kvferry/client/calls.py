@@ -93,7 +93,7 @@ def tokenize_request(model: str, text: str | None, messages: Sequence[MessageLik
 
 
 def only_model(response: pb.ListModelsResponse) -> str:
-    names = [model.name for model in response.models]
+    names = [model.name for model in response.models if not model.parent]  # adapters are asked for by name
     if len(names) != 1:
         raise ValueError(f"model: one of {', '.join(names) or 'none'} has to be chosen")
     return names[0]

@@ -15,6 +15,7 @@ import msgspec
 
 from kvferry.errors import InvalidRequest
 from kvferry.pages.exchange import ExchangeFields
+from kvferry.pages.keys import page_salt
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 from kvferry.tenancy.outcome import TenantUsage
 from kvferry.tenancy.terms import EngineTerms
@@ -146,6 +147,29 @@ class EngineRequest(msgspec.Struct, frozen=True):
     due_ms: float = 0.0
     turn: Turn | None = None  # None where tenants have no shares
     pool: str = ""  # whose workers alone may have it; empty: the default one
+    adapter: str = ""  # of EngineInfo.adapters; empty: the model itself
+
+    @property
+    def page_salt(self) -> str:
+        return page_salt(self.cache_salt, self.adapter)
+
+
+# In transfer parameters of pages that were computed with an adapter.
+ADAPTER_PARAMETER = "kvferry_adapter"
+
+
+def name_adapter(params: TransferParams, request: EngineRequest) -> TransferParams:
+    return {**params, ADAPTER_PARAMETER: request.adapter} if request.adapter else params
+
+
+def validate_adapter(request: EngineRequest) -> None:
+    """Raises InvalidRequest for pages that were computed with another adapter, or with none."""
+    if request.transfer_params is not None:
+        of_pages = str(request.transfer_params.get(ADAPTER_PARAMETER, ""))
+        if of_pages != request.adapter:
+            raise InvalidRequest(
+                f"the pages were computed with adapter {of_pages[:100]!r}, and the request is for {request.adapter!r}"
+            )
 
 
 def validate_continuation(request: EngineRequest) -> None:
@@ -297,6 +321,8 @@ class EngineInfo:
     exchange: ExchangeFields = ()
     # Memory of all pages. Layers with windows share block ids, so it may be less than num_pages * page_bytes. 0: equal.
     pool_bytes: int = 0
+    # LoRA adapters that it can load, as NAME@DIGEST. Engines with equal ones compute the same.
+    adapters: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +350,7 @@ class EngineStats:
     # Of requests that this engine computes and that have no first token yet, cached tokens included. None: not counted.
     queued_prompt_tokens: int | None = None
     backlogs: Backlogs | None = None  # None: nothing waits for its turn
+    loaded_adapters: frozenset[str] = frozenset()  # of EngineInfo.adapters, those in its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +365,8 @@ class KvTransferStats:
 class PagesStored:
     """Pages entered the prefix cache or a tier.
 
-    `token_ids` has block_size ids per page; `parent_hash` is None at a prompt's start. Pages from slower tiers come in
+    `token_ids` has block_size ids per page; `parent_hash` is None at a prompt's start. `cache_salt` is the request's
+    `page_salt`. Pages from slower tiers come in
     any order, with `route_keys` instead of tokens, size, parent and salt.
     """
 
@@ -387,7 +415,7 @@ class Engine(Protocol):
         """Yield outputs, the last with a `finish_reason`. Closing the iterator early aborts the request.
 
         Pages that cannot be pulled are computed. Deltas begin after the delivered part. Raises InvalidRequest,
-        EngineDead, and EngineError for an answer that its parser cannot read.
+        EngineDead, and EngineError for an answer that its parser cannot read or an adapter that cannot be loaded.
         """
         ...
 

@@ -27,6 +27,7 @@ from kvferry.errors import (
 )
 from kvferry.exposition import CONTENT_TYPE
 from kvferry.gateway.access import Access
+from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Admission, Claim, CountedRequest, Readiness
 from kvferry.gateway.browser_requests import require_json, require_local_page, require_one_host
 from kvferry.gateway.connection_limits import ConnectionLimits, raise_descriptor_limit
@@ -81,6 +82,7 @@ class HttpApp:
         self,
         config: GatewayConfig,
         models: Models,
+        adapters: AdapterNames,
         metrics: GatewayMetrics,
         admission: Admission,
         read_readiness: Callable[[], Readiness],
@@ -98,6 +100,7 @@ class HttpApp:
         self._access = access
         self._config = config
         self._models = models
+        self._adapters = adapters
         self._metrics = metrics
         self._read_readiness = read_readiness
         self._read_targets = read_targets
@@ -119,7 +122,7 @@ class HttpApp:
                     await self._generate("completions", scope, receive, send)
                 case "/v1/models":
                     _allow(method, "GET")
-                    listed = [self._model(*each) for each in self._models.of(self._identify(scope)).items()]
+                    listed = self._listed(self._identify(scope))
                     await _respond(send, 200, msgspec.json.encode({"object": "list", "data": listed}))
                 case "/healthz":
                     _allow(method, "GET")
@@ -143,11 +146,8 @@ class HttpApp:
                     await _respond(send, 200, found)
                 case _ if path.startswith("/v1/models/"):
                     _allow(method, "GET")
-                    name = path.removeprefix("/v1/models/")
-                    tenant = self._identify(scope)
-                    self._models.route(name, tenant, param=None)
-                    found_model = self._model(name, self._models.of(tenant).get(name))
-                    await _respond(send, 200, msgspec.json.encode(found_model))
+                    shown = self._found(path.removeprefix("/v1/models/"), self._identify(scope))
+                    await _respond(send, 200, msgspec.json.encode(shown))
                 case _:
                     raise RouteNotFound(f"{method} {path}: no such path")
         except KvferryError as error:
@@ -163,13 +163,26 @@ class HttpApp:
             else:
                 exchange.abort()
 
-    def _model(self, name: str, max_model_len: int | None) -> dict[str, Any]:
+    def _listed(self, tenant: Tenant) -> list[dict[str, Any]]:
+        contexts, adapters = self._models.of(tenant), self._adapters.of(tenant)
+        listed = [self._model(*each) for each in contexts.items()]
+        return listed + [self._model(name, contexts.get(parent), parent) for name, parent in adapters.items()]
+
+    def _found(self, name: str, tenant: Tenant) -> dict[str, Any]:
+        model, adapter = self._adapters.resolve(name, tenant, param=None)
+        self._models.route(model, tenant, param=None)
+        return self._model(name, self._models.of(tenant).get(model), model if adapter else "")
+
+    def _model(self, name: str, max_model_len: int | None, parent: str = "") -> dict[str, Any]:
+        # As vLLM has them. It also says where an adapter lies (`root`), which is nothing to a client here.
+        of_adapter = {"root": name.rpartition(":")[2], "parent": parent} if parent else {}
         return {
             "id": name,
             "object": "model",
             "created": self._started_unix_s,
             "owned_by": "kvferry",
             "max_model_len": max_model_len,
+            **of_adapter,
         }
 
     def _readiness(self, scope: Message) -> Readiness:

@@ -55,6 +55,7 @@ def _requests_of(
     wanted_s: float | None,
     deadline_s: float | None,
     pool: str,
+    adapter: str,
 ) -> list[EngineRequest]:
     """Return `n` requests per prompt in OpenAI's order, with different seeds.
 
@@ -85,6 +86,7 @@ def _requests_of(
                     deadline_s=deadline_s,
                     turn=tenant.turn,
                     pool=pool,
+                    adapter=adapter,
                 )
             )
     return requests
@@ -103,6 +105,7 @@ class Generation:
         *,
         tenant: Tenant,
         pool: str,
+        adapter: str = "",
         timeouts: TokenTimeouts,
         may_be_aggregated: bool = True,
         trace: RequestTrace | None = None,
@@ -113,18 +116,23 @@ class Generation:
         """Make `n` requests per prompt. Unless `may_be_aggregated`, prefill workers compute the prompts.
 
         `cache_salt`, `wanted_s` (`TierHints`) and `deadline_s`, of `time.monotonic`, are the client's own; without the
-        last, `gateway.request_timeout_s` is the limit.
+        last, `gateway.request_timeout_s` is the limit. Raises NoDecodeWorker
+        while no worker has the adapter.
         """
+        if adapter:
+            adapter = dispatcher.adapter_key(adapter, pool)
         if deadline_s is None:
             deadline_s = time.monotonic() + dispatcher.request_timeout_s
-        self.requests = _requests_of(answer_id, rendered, n, tenant, cache_salt, wanted_s, deadline_s, pool)
+        self.requests = _requests_of(answer_id, rendered, n, tenant, cache_salt, wanted_s, deadline_s, pool, adapter)
         if wanted_s is not None:
             metrics.hinted_requests.labels("wanted" if wanted_s else "end").inc()
         self._trace = trace
         span = trace.span if trace is not None else None
         if span is not None:
-            span.set({"kvferry.tenant": tenant.name})
-        self.records = [RequestRecord(tenant=tenant.name, pool=pool, trace=span) for _ in self.requests]
+            span.set({"kvferry.tenant": tenant.name, "kvferry.adapter": adapter or None})
+        self.records = [
+            RequestRecord(tenant=tenant.name, pool=pool, adapter=adapter, trace=span) for _ in self.requests
+        ]
         self.choices = [
             (Choice if request.parse is None else ParsedChoice)(resumed_after=record.continued_after)
             for request, record in zip(self.requests, self.records, strict=True)
@@ -268,6 +276,7 @@ def record_values(record: RequestRecord) -> dict[str, Any]:
     return {
         "reason": record.reason,
         **({"pool": entry_of(record.pool)} if record.pool else {}),
+        **({"adapter": record.adapter} if record.adapter else {}),
         "prefill_worker": record.prefill_worker,
         "decode_worker": record.decode_worker,
         "prefill_failure": record.prefill_failure or None,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from kvferry.engine.base import EngineOutput, Renderer, TokenLogprob, ToolCallDelta
 from kvferry.errors import RequestError
+from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.canary import beginning_of
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
@@ -50,12 +51,14 @@ class Inference:
         dispatcher: Dispatcher,
         metrics: GatewayMetrics,
         models: Models,
+        adapters: AdapterNames,
         timeouts: TokenTimeouts,
     ) -> None:
         self._timeouts = timeouts
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._models = models
+        self._adapters = adapters
 
     async def generate(
         self,
@@ -74,7 +77,8 @@ class Inference:
         begun_ns = time.time_ns()
         await check_num_values(raw, pb.GenerateRequest.DESCRIPTOR, MAX_VALUES + self._models.longest_context)
         message, body, fields = await _read(read_generate, raw)
-        claim.route = route = self._models.route(message.model, tenant, lambda: beginning_of(body))
+        model, adapter = self._adapters.resolve(message.model, tenant)
+        claim.route = route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)
         n = body.n or 1
         try:
             claim.take_choices(n)  # a message has one prompt
@@ -96,6 +100,7 @@ class Inference:
             self._metrics,
             tenant=tenant,
             pool=route.pool,
+            adapter=adapter,
             timeouts=self._timeouts,
             may_be_aggregated=not disaggregate,
             trace=trace,
@@ -112,7 +117,8 @@ class Inference:
         """Return a TokenizeResponse, encoded. Raises the same errors as `generate`."""
         await check_num_values(raw, pb.TokenizeRequest.DESCRIPTOR, MAX_VALUES)
         message, body, fields = await _read(read_tokenize, raw)
-        route = self._models.route(message.model, tenant, lambda: beginning_of(body))
+        model, adapter = self._adapters.resolve(message.model, tenant)
+        route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)
         try:
             with route.model.rendering() as renderer:
                 token_ids, max_model_len = await _token_ids(renderer, body, fields), renderer.max_model_len()
@@ -124,9 +130,11 @@ class Inference:
         )
 
     def models(self, tenant: Tenant) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(
-            models=[pb.Model(name=name, max_model_len=context) for name, context in self._models.of(tenant).items()]
-        )
+        contexts = self._models.of(tenant)
+        models = [pb.Model(name=name, max_model_len=context) for name, context in contexts.items()]
+        for name, parent in self._adapters.of(tenant).items():
+            models.append(pb.Model(name=name, max_model_len=contexts.get(parent, 0), parent=parent))
+        return pb.ListModelsResponse(models=models)
 
 
 async def _token_ids(renderer: Renderer, body: ChatBody | CompletionBody, fields: dict[str, Any]) -> Sequence[int]:

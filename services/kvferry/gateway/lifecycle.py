@@ -27,6 +27,7 @@ from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import KvferryError
 from kvferry.exposition import SpanCounts
+from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import OF_POOL, Admission, Readiness
 from kvferry.gateway.asgi import HttpApp
 from kvferry.gateway.grpc_requests import Inference
@@ -184,22 +185,21 @@ class GatewayHost:
         )
         self._models = self._make_models(make_renderer)
         self.volume_pool = VolumePool(membership, self.residency.index, follow_over(config.worker.tls))
+        gateway, models = config.gateway, self._models
+        self._adapters = adapters = AdapterNames(models, config.adapters)
         # Before any link: workers say once, when a link comes up, which requests are in quarantine.
-        self._dispatcher = Dispatcher(
-            self.worker_pool, self.policy, self.metrics, config.gateway, volumes=self._volumes_of
-        )
-        self.admission = Admission(config.gateway, self.metrics, self.readiness)
-        self.identification = Identification(config.gateway, membership.records, self._note_readiness)
+        self._dispatcher = Dispatcher(self.worker_pool, self.policy, self.metrics, gateway, volumes=self._volumes_of)
+        self.admission = Admission(gateway, self.metrics, self.readiness)
+        self.identification = Identification(gateway, membership.records, self._note_readiness)
         limits, access = self.identification.limits, self.identification.access
-        models = self._models
         self.admission.by_tenant, self.admission.limits = self.identification.requests, limits
         self._usage = UsageExchange(self.worker_pool, limits) if limits is not None else None
-        read_targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http").read
-        self.app = HttpApp(config.gateway, models, self.metrics, self.admission, self.readiness, access, read_targets)
+        targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http").read
+        self.app = HttpApp(gateway, models, adapters, self.metrics, self.admission, self.readiness, access, targets)
         self.grpc = GrpcEndpoint(
-            config.gateway, self.metrics, self.admission, self.readiness, access, models, self.app.unread_answers
+            gateway, self.metrics, self.admission, self.readiness, access, models, self.app.unread_answers
         )
-        self._tls = GatewayTls(config.gateway.tls) if config.gateway.tls.enabled else None
+        self._tls = GatewayTls(gateway.tls) if gateway.tls.enabled else None
         self._readiness_changed = asyncio.Event()
         self._notifier: asyncio.Task[None] | None = None
         self._server = _http_server(self.app, self._tls)
@@ -243,8 +243,8 @@ class GatewayHost:
         self.volume_pool.start()
         await self._models.load()
         timeouts = TokenTimeouts(gateway.first_token_timeout_s, gateway.inter_token_timeout_s)
-        self.app.openai = OpenAI(self._dispatcher, self.metrics, self._models, timeouts)
-        self.grpc.inference = Inference(self._dispatcher, self.metrics, self._models, timeouts)
+        self.app.openai = OpenAI(self._dispatcher, self.metrics, self._models, self._adapters, timeouts)
+        self.grpc.inference = Inference(self._dispatcher, self.metrics, self._models, self._adapters, timeouts)
         self._note_readiness()
         self._registering = asyncio.create_task(self._register())
         log.info(

@@ -186,6 +186,10 @@ class Models:
 
     # Names
 
+    def labels_of(self, tenant: Tenant) -> dict[str, str]:
+        """Return models' labels by the names that the tenant may ask for. Raises as `route`."""
+        return {name: label for name, (label, _) in self._names(tenant).items()}
+
     def of(self, tenant: Tenant) -> dict[str, int]:
         """Return the context in tokens, by names that the tenant may ask for now. Raises as `route`."""
         found = {}
@@ -196,7 +200,13 @@ class Models:
         return found
 
     def route(
-        self, name: str, tenant: Tenant, conversation: Callable[[], bytes] = bytes, *, param: str | None = "model"
+        self,
+        name: str,
+        tenant: Tenant,
+        conversation: Callable[[], bytes] = bytes,
+        *,
+        adapter: str = "",
+        param: str | None = "model",
     ) -> Route:
         """Raises ModelNotFound, and NoDecodeWorker for a tenant whose pool is not configured here.
 
@@ -212,8 +222,8 @@ class Models:
             )
         asked, pool = names[name]
         entry = self._entries[asked]
-        # Neither a contract nor a name of a pool leads to another model.
-        if entry.canary and not (tenant.pool or pool):
+        # Neither a contract nor a name of a pool or an adapter leads to another model.
+        if entry.canary and not (tenant.pool or pool or adapter):
             target = self._entries[diverted_to(entry.canary, tenant.name, asked, conversation) or asked]
             model = self._answering(target)
             if target is not entry and model.renderer is not None and self._has_workers(model.pool):

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from kvferry.engine.base import EngineOutput, RenderedPrompt
 from kvferry.errors import EngineError, KvferryError
+from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.canary import beginning_of
 from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort
@@ -63,12 +64,14 @@ class OpenAI:
         dispatcher: Dispatcher,
         metrics: GatewayMetrics,
         models: Models,
+        adapters: AdapterNames,
         timeouts: TokenTimeouts,
     ) -> None:
         self._timeouts = timeouts
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._models = models
+        self._adapters = adapters
 
     async def chat(
         self, raw: bytes, *, claim: Claim, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None
@@ -77,7 +80,8 @@ class OpenAI:
         begun_ns = time.time_ns()
         await check_num_values(raw, MAX_VALUES)
         body, fields = await _read(read_chat, raw)
-        claim.route = route = self._models.route(body.model, tenant, lambda: beginning_of(body))
+        model, adapter = self._adapters.resolve(body.model, tenant)
+        claim.route = route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)
         claim.take_choices(body.n or 1)
         with route.model.rendering() as renderer:
             rendered = await renderer.render_chat(fields)
@@ -92,7 +96,16 @@ class OpenAI:
         route.model.require_supported([rendered], route.pool)
         claim.take_answer([rendered], body.n or 1)
         answer = self._answer(
-            body, [rendered], num_top, fmt, "chatcmpl", tenant=tenant, pool=route.pool, debug=debug, trace=trace
+            body,
+            [rendered],
+            num_top,
+            fmt,
+            "chatcmpl",
+            tenant=tenant,
+            pool=route.pool,
+            adapter=adapter,
+            debug=debug,
+            trace=trace,
         )
         claim.work = answer.generation
         if trace is not None:
@@ -106,7 +119,8 @@ class OpenAI:
         begun_ns = time.time_ns()
         await check_num_values(raw, MAX_VALUES + self._models.longest_context)
         body, fields = await _read(read_completion, raw)
-        claim.route = route = self._models.route(body.model, tenant, lambda: beginning_of(body))
+        model, adapter = self._adapters.resolve(body.model, tenant)
+        claim.route = route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)
         claim.take_choices(num_prompts(body) * (body.n or 1))
         with route.model.rendering() as renderer:
             rendered = await renderer.render_completion(fields)
@@ -121,6 +135,7 @@ class OpenAI:
             "cmpl",
             tenant=tenant,
             pool=route.pool,
+            adapter=adapter,
             debug=debug,
             trace=trace,
         )
@@ -154,6 +169,7 @@ class OpenAI:
         *,
         tenant: Tenant,
         pool: str,
+        adapter: str,
         debug: Debug,
         trace: RequestTrace | None,
     ) -> Answer:
@@ -168,6 +184,7 @@ class OpenAI:
             self._metrics,
             tenant=tenant,
             pool=pool,
+            adapter=adapter,
             timeouts=self._timeouts,
             may_be_aggregated=not debug.disaggregate,
             trace=trace,

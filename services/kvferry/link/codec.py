@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from kvferry.config import MAX_ADAPTERS
 from kvferry.engine.base import (
     AnswerDelta,
     Backlogs,
@@ -93,6 +94,7 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
     submit.keep_for_transfer = request.keep_for_transfer
     submit.cache_salt = request.cache_salt
     submit.pool = request.pool
+    submit.adapter = request.adapter
     if request.transfer_params is not None:
         submit.transfer_params = json.dumps(request.transfer_params).encode()
     if request.continued is not None:
@@ -172,6 +174,7 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         is_preemptible=message.preemptible,
         turn=_turn_from_wire(message.turn) if message.HasField("turn") else None,
         pool=message.pool,
+        adapter=message.adapter,
     )
 
 
@@ -428,6 +431,7 @@ def stats_to_wire(load: EngineStats, *, draining: bool, full: bool = False) -> p
         num_generated_tokens=load.num_generated_tokens,
         num_steps=load.num_steps,
         queued_prompt_tokens=load.queued_prompt_tokens,
+        loaded_adapters=sorted(load.loaded_adapters),
     )
     if load.backlogs is not None:
         for tenant, (ms, share) in load.backlogs.by_tenant.items():
@@ -460,4 +464,5 @@ def stats_from_wire(message: pb.Load) -> EngineStats:
         num_steps=message.num_steps,
         queued_prompt_tokens=message.queued_prompt_tokens if message.HasField("queued_prompt_tokens") else None,
         backlogs=_backlogs_from_wire(message),
+        loaded_adapters=frozenset(message.loaded_adapters[:MAX_ADAPTERS]),
     )

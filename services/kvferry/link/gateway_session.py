@@ -30,7 +30,7 @@ from kvferry.errors import (
 from kvferry.link import codec
 from kvferry.link.flow_control import SILENCE_LIMIT_S
 from kvferry.link.outgoing_queue import OutgoingQueue
-from kvferry.link.protocol import QUARANTINE, identity_of, why_other_pool
+from kvferry.link.protocol import QUARANTINE, identity_of, why_no_adapter, why_other_pool
 from kvferry.link.session_tenants import SessionTenants
 from kvferry.link.tenant_meter import TenantMeter
 from kvferry.task_set import TaskSet
@@ -236,7 +236,8 @@ class GatewaySession:
     def _refusal(
         self, message: pb.Reserve | pb.Submit, *, is_resumed: bool = False, has_place: bool = False
     ) -> KvferryError | None:
-        if why := self._why_refused or why_other_pool(self._pool, message.pool):
+        adapters = self._worker.engine.info.adapters
+        if why := self._why_refused or why_other_pool(self._pool, message.pool) or why_no_adapter(adapters, message):
             return WorkerDraining(f"this worker refuses gateway {self.gateway_id}: {why}")
         tenant = message.turn.tenant if message.HasField("turn") else ""
         return self._worker.refusal(tenant, is_resumed=is_resumed, has_place=has_place)

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvferry.config import is_of_entry
+from kvferry.config import MAX_ADAPTERS, is_of_entry
 from kvferry.wire.v1 import worker_pb2 as pb
 
 OLDEST_VERSION = 1
@@ -18,7 +19,8 @@ RESERVE = "reserve"  # places of decode workers, before a prompt is computed
 QUARANTINE = "quarantine"  # requests that workers pass on to all gateways
 REPLAY = "replay"  # of an answer's tokens in its grammar, when it goes on
 POOLS = "pools"  # of workers: requests name theirs, and gateways keep to those of tenants
-FEATURES = (RESERVE, QUARANTINE, REPLAY, POOLS)
+ADAPTERS = "adapters"  # LoRA: requests name theirs, and workers refuse one that they do not have
+FEATURES = (RESERVE, QUARANTINE, REPLAY, POOLS, ADAPTERS)
 
 _MAX_FEATURES = 64  # that a peer may name
 
@@ -72,6 +74,23 @@ def why_refused(welcome: pb.Welcome, pool: str) -> str:
 def why_other_pool(own: str, pool: str) -> str:
     """Return why a worker of pool `own` takes no request of `pool`; empty if it does."""
     return "" if own == pool else f"it is of {_named(own)} and takes no request of {_named(pool)}"
+
+
+def adapters_of(welcome: pb.Welcome) -> frozenset[str]:
+    # A worker without the feature ignores a request's adapter.
+    if ADAPTERS not in welcome.protocol.features:
+        return frozenset()
+    return frozenset(welcome.adapters[:MAX_ADAPTERS])
+
+
+def why_no_adapter(own: Collection[str], message: pb.Submit | pb.Reserve) -> str:
+    """Return why a worker with `own` adapters takes no such request, or an empty string."""
+    if isinstance(message, pb.Reserve) or not message.adapter or message.adapter in own:
+        return ""
+    name = message.adapter.rpartition("@")[0]
+    if any(each.startswith(f"{name}@") for each in own):
+        return f"its adapter {name[:64]!r} has other files than the one that the request began with"
+    return f"it has no adapter {name[:64]!r}"
 
 
 def _named(pool: str) -> str:

@@ -17,7 +17,7 @@ from kvferry.link.connection import Connection, dial
 from kvferry.link.flow_control import ACK_EVERY_S, QUIET_S, SILENCE_LIMIT_S, AckCounter
 from kvferry.link.frames import MAX_FRAME_BYTES
 from kvferry.link.gateway_identity import GatewayIdentity
-from kvferry.link.protocol import QUARANTINE, RESERVE, identity_of, why_incompatible, why_refused
+from kvferry.link.protocol import QUARANTINE, RESERVE, adapters_of, identity_of, why_incompatible, why_refused
 from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
 from kvferry.link.worker_tenants import WorkerTenants, elsewhere
 from kvferry.membership.base import Member
@@ -67,12 +67,11 @@ class WorkerLink:
         self.member = member
         self.stats = EngineStats()
         self.tenants = WorkerTenants()
-        self.draining = False
-        self.connected = False
+        self.draining = self.connected = False
         self.generation = 0  # number of connections so far: a worker that was lost and came back may be tried again
         self.is_full = False  # it refuses new requests
         self.why_incompatible = ""  # empty unless worker and gateway must not work together
-        self.features: frozenset[str] = frozenset()  # of the worker
+        self.features = self.adapters = frozenset[str]()  # of the worker
         self.on_residency: Callable[[pb.Residency], None] | None = None
         self.on_quarantined: Callable[[pb.Quarantined], None] | None = None
         self.on_room: Callable[[], None] | None = None
@@ -314,8 +313,7 @@ class WorkerLink:
                         # Another process took the port of a worker that is gone.
                         self._give_up(f"{self.member.address} is now {message.welcome.worker_id}")
                         return
-                    peer = identity_of(message.welcome)
-                    own = self.identity.current()
+                    peer, own = identity_of(message.welcome), self.identity.current()
                     why_not = why_incompatible(own, peer) or why_refused(message.welcome, self.member.pool)
                     self._note_incompatible(why_not)
                     if why_not:
@@ -323,6 +321,7 @@ class WorkerLink:
                         return
                     self.identity.linked(self.member.member_id, peer)
                     self.features = peer.features
+                    self.adapters = adapters_of(message.welcome)
                     self._connected(message.welcome)
                 case "quarantined":
                     if self.on_quarantined is not None:

@@ -15,8 +15,7 @@ import xxhash
 
 # Route keys are hints. They are 64 bits of a hash that is not cryptographic: two prompts may share one by accident, and
 # a client that chooses tokens may look for such a pair. An engine's own page hash decides which bytes are read: a wrong
-# route key costs a detour, never a wrong page. LoRA adapters and images are not in the key: their pages look alike
-# here.
+# route key costs a detour, never a wrong page. Images are not in the key: their pages look alike here.
 
 TOKEN_BYTES = 4
 KEY_BYTES = 8
@@ -25,6 +24,12 @@ KEY_BYTES = 8
 _SEED_OF_SALTS = 0x6B76666572727932
 
 _BIG_ENDIAN = sys.byteorder == "big"
+
+
+def page_salt(cache_salt: str, adapter: str) -> str:
+    """Return the salt with which requests of different adapters share no page, in engines and routers."""
+    # Salts have no NUL, nor have adapters: no two pairs have the same text.
+    return f"{cache_salt}\0{adapter}" if adapter else cache_salt
 
 
 def seed_of(salt: str) -> int:

@@ -24,6 +24,7 @@ from kvferry.engine.base import (
 from kvferry.errors import (
     EngineDead,
     KvferryError,
+    NoDecodeWorker,
     Overloaded,
     Preempted,
     Quarantined,
@@ -43,7 +44,14 @@ from kvferry.router.placement import Placement
 from kvferry.router.placer import Decision
 from kvferry.router.policy import Measured, Policy
 from kvferry.router.pricing import NO_VOLUMES, VolumeCosts
-from kvferry.router.request_placer import NOT_TRIED, Attempt, KeptPages, RequestPlacer, Router
+from kvferry.router.request_placer import (
+    NOT_TRIED,
+    Attempt,
+    KeptPages,
+    RequestPlacer,
+    Router,
+    no_decode_worker,
+)
 from kvferry.router.request_record import RequestRecord, set_answer_attributes
 from kvferry.router.room_queue import ASK_AGAIN_S, RoomQueues
 from kvferry.router.volume_pool import volume_of
@@ -99,6 +107,13 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         return len(self._router.queues)
+
+    def adapter_key(self, name: str, pool: str) -> str:
+        """Raises NoDecodeWorker while no worker has the adapter."""
+        key = self._router.workers.adapter_key(name, pool)
+        if key is None:
+            raise NoDecodeWorker(no_decode_worker(pool, name))
+        return key
 
     def recent(self, request_id: str) -> list[RequestRecord]:
         """Return recent requests whose id is, or begins with, `request_id`."""

@@ -52,6 +52,7 @@ class PlacementRequest:
     block_size: int
     max_tokens: int
     turn: Turn | None = None  # None where tenants have no shares
+    adapter: str = ""  # of EngineInfo.adapters; empty: the model itself
 
 
 @dataclass(frozen=True, slots=True)

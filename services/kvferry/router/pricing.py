@@ -6,6 +6,8 @@
     compute(D)    = queue + load + compute x (1 + work_weight + interference_weight x (streams + 1))
     streams(D)    = this answer's steps, its effect on the steps of other streams, waiting, full memory
 
+A worker that has not loaded the request's adapter costs adapter_load_ms more.
+
 Among workers that can exchange pages, the cheapest pair is the cheapest P and D.
 """
 
@@ -271,7 +273,7 @@ class Pricer:
     def quote_prefill(self, pages: PrefixPages, candidates: Sequence[Candidate], now_s: float) -> list[PrefillQuote]:
         request, gpu, pool = pages.request, pages.gpu, self.prefill
         costs_of, is_slower, is_on_volume = pool.by_member.get, pages.is_on_slower_tier, pages.is_on_volume
-        num_tokens, block_size = request.num_tokens, request.block_size
+        num_tokens, block_size, adapter = request.num_tokens, request.block_size, request.adapter
         fixed_ms = self._cost_defaults.prefill_fixed_ms
         compute_weight = 1.0 + self._cost_defaults.work_weight
         quotes: list[PrefillQuote] = []
@@ -300,6 +302,8 @@ class Pricer:
             if missing_tokens > costs.free_tokens:
                 # Without room for its pages the prompt waits until kept ones have been pulled.
                 queue_ms += (missing_tokens - costs.free_tokens) * costs.full_ms_per_token
+            if adapter and adapter not in candidate.stats.loaded_adapters:
+                queue_ms += self._cost_defaults.adapter_load_ms
             compute_ms = fixed_ms + missing_tokens * ms_per_token
             quote = PrefillQuote()
             quote.worker = costs
@@ -316,7 +320,7 @@ class Pricer:
     def quote_decode(self, pages: PrefixPages, candidates: Sequence[Candidate], now_s: float) -> list[DecodeQuote]:
         request, gpu, pool, cost_defaults = pages.request, pages.gpu, self.decode, self._cost_defaults
         costs_of, is_slower, is_on_volume = pool.by_member.get, pages.is_on_slower_tier, pages.is_on_volume
-        num_tokens, block_size = request.num_tokens, request.block_size
+        num_tokens, block_size, adapter = request.num_tokens, request.block_size, request.adapter
         num_pages = -(-num_tokens // block_size)
         fixed_ms = cost_defaults.prefill_fixed_ms
         steps = min(float(request.max_tokens), self._output_tokens)
@@ -347,6 +351,8 @@ class Pricer:
             tight_pages = wanted_pages * (costs.unreported_streams + 1) - costs.free_pages
             if tight_pages > 0:
                 streams_ms += tight_pages * costs.full_ms_per_page
+            if adapter and adapter not in candidate.stats.loaded_adapters:
+                streams_ms += cost_defaults.adapter_load_ms
             queue_ms = costs.foreign_ms
             if account.prefills:
                 queue_ms += account.queue_ms(ms_per_token, fixed_ms, now_s)

@@ -24,6 +24,7 @@ class CostDefaults:
     handoff_ms: float = 5.0  # of every KV transfer, whatever its size
     step_ms: float = 10.0  # a decode step of no stream
     step_ms_per_stream: float = 0.1
+    adapter_load_ms: float = 100.0  # from disk to an engine that lacks it, whose steps wait
     output_tokens: float = 256.0  # how long an answer is, until answers are seen
     # Part of the compute that is charged once more, because it keeps other requests waiting: without it, waiting for
     # the pages of a request in flight costs as much as computing them again on an idle worker.

@@ -121,6 +121,7 @@ class RequestPlacer:
         self.last_error: KvferryError | None = None
         self.queue = router.queues.of(answer.request.pool)
         self._pool = answer.request.pool  # outside of which no attempt is placed
+        self._adapter = answer.request.adapter  # that each worker of an attempt has
         self._router = router
         self._answer = answer
         self._record = record
@@ -143,7 +144,7 @@ class RequestPlacer:
 
     def workers_replay_grammars(self) -> bool:
         """Whether every worker that may get the request lets a grammar go on; those of an older release do not."""
-        return all(REPLAY in link.features for link in self._router.workers.usable(MemberKind.DECODE, self._pool))
+        return all(REPLAY in link.features for link in self._usable_decode())
 
     async def place(self, request: EngineRequest) -> Attempt:
         """Place the request, with its place on the decode worker; the caller calls the policy's `ended`.
@@ -190,12 +191,14 @@ class RequestPlacer:
 
     def _is_room_short(self) -> bool:
         """Whether workers that could take the request are connected: then it is room that is missing."""
-        workers, failed = self._router.workers, self.failed
-        return any(failed.may_try(link) for link in workers.usable(MemberKind.DECODE, self._pool))
+        return any(self.failed.may_try(link) for link in self._usable_decode())
+
+    def _usable_decode(self) -> list[WorkerLink]:
+        links = self._router.workers.usable(MemberKind.DECODE, self._pool)
+        return [link for link in links if not self._adapter or self._adapter in link.adapters]
 
     def _nobody(self) -> str:
-        kind = "model" if is_of_entry(self._pool) else "pool"
-        return f"no decode worker{f' of {kind} {entry_of(self._pool)!r}' if self._pool else ''} is connected"
+        return no_decode_worker(self._pool, self._adapter)
 
     async def _wait_in_line(self, request: EngineRequest) -> Attempt | None:
         """Place the request when its turn has come and a worker has room.
@@ -346,7 +349,7 @@ class RequestPlacer:
         full: list[Candidate] = []
         quiet: list[Candidate] = []  # taken if there are no others
         for link, candidate in candidates:
-            if not self.failed.may_try(link):
+            if not self.failed.may_try(link) or (self._adapter and self._adapter not in link.adapters):
                 continue
             if has_trials and router.losses.is_occupied(link.member.member_id, losses):
                 continue
@@ -365,13 +368,23 @@ class RequestPlacer:
             link.release(kept.params)
 
 
+def no_decode_worker(pool: str, adapter: str) -> str:
+    kind = "model" if is_of_entry(pool) else "pool"
+    of_pool = f" of {kind} {entry_of(pool)!r}" if pool else ""
+    name, _, digest = adapter.partition("@")
+    same_files = ", with the files that the request began with," if digest else ""
+    with_adapter = f" that has the adapter {name[:64]!r}{same_files}" if adapter else ""
+    return f"no decode worker{of_pool}{with_adapter} is connected"
+
+
 def _placement_request(request: EngineRequest, block_size: int, number: int) -> PlacementRequest:
     tokens = request.prompt_token_ids
     return PlacementRequest(
         RequestId(f"{request.request_id}/{number}"),
-        route_keys(tokens, block_size, seed_of(request.cache_salt)),
+        route_keys(tokens, block_size, seed_of(request.page_salt)),
         len(tokens),
         block_size,
         request.sampling.max_tokens,
         request.turn,
+        request.adapter,
     )

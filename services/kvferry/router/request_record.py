@@ -23,6 +23,7 @@ class RequestRecord:
     request_id: str = ""
     tenant: str = ""
     pool: str = ""
+    adapter: str = ""  # NAME@DIGEST
     reason: str = ""
     prefill_worker: MemberId | None = None
     decode_worker: MemberId | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from kvferry.config import WorkerConfig
@@ -59,6 +60,7 @@ class WorkerPool:
         self._worker = worker
         self._links: dict[MemberId, WorkerLink] = {}
         self._candidates: dict[MemberId, Candidate] = {}
+        self._adapter_keys: dict[tuple[str, str], str | None] = {}  # by name and pool, until a link changes
         self._gone: set[MemberId] = set()  # left the registry, link still up
         self._changed = asyncio.Event()
         self._waiters: set[asyncio.Future[None]] = set()
@@ -78,6 +80,25 @@ class WorkerPool:
     def usable(self, kind: MemberKind, pool: str | None = None) -> list[WorkerLink]:
         """Return a kind's usable links, of one pool or of all."""
         return [link for link in self.links(kind) if link.usable and pool in (None, link.member.pool)]
+
+    def adapter_key(self, name: str, pool: str) -> str | None:
+        """Return the adapter of that name that most usable workers have, or None."""
+        if (name, pool) not in self._adapter_keys:
+            self._adapter_keys[name, pool] = self._find_adapter(name, pool)
+        return self._adapter_keys[name, pool]
+
+    def _find_adapter(self, name: str, pool: str) -> str | None:
+        # While its files change, workers have different ones.
+        counts: Counter[str] = Counter()
+        on_decode: set[str] = set()
+        for link in self._links.values():
+            if link.adapters and link.usable and link.member.pool == pool:
+                found = [each for each in link.adapters if each.rpartition("@")[0] == name]
+                counts.update(found)
+                if link.member.kind is MemberKind.DECODE:
+                    on_decode.update(found)
+        # Gateways choose the same one where they see the same workers.
+        return max(sorted(on_decode), key=lambda each: counts[each], default=None)
 
     def incompatible(self) -> list[WorkerLink]:
         """Return links to workers that this gateway must not work with."""
@@ -160,6 +181,7 @@ class WorkerPool:
             self._on_change()
 
     def _on_change(self) -> None:
+        self._adapter_keys.clear()
         self._changed.set()
         for member_id, link in self._links.items():
             if link.connected and self._up.get(member_id) != link.generation:
@@ -186,6 +208,7 @@ class WorkerPool:
 
     def _drop(self, member_id: MemberId) -> None:
         self._gone.discard(member_id)
+        self._adapter_keys.clear()
         self._candidates.pop(member_id, None)
         link = self._links.pop(member_id, None)
         if link is not None:

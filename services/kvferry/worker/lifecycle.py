@@ -57,6 +57,7 @@ def build_engine(
             keeper_socket=keeper_socket,
             volume_pool=volume_pool or "",
             revision=config.model.revision,
+            adapters=config.adapters,
         )
     return VllmEngine(
         model_folder,
@@ -67,6 +68,7 @@ def build_engine(
         keeper_socket=keeper_socket,
         volume_pool=volume_pool or "",
         has_tenants=config.gateway.tenants_in_etcd,
+        adapters=config.adapters,
     )
 
 

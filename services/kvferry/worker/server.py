@@ -236,6 +236,7 @@ class WorkerServer:
             max_model_len=info.max_model_len,
             block_size=info.block_size,
             page_bytes=info.page_bytes,
+            adapters=sorted(info.adapters),
             load=self.stats(),
         )
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from kvferry.engine.base import PagesStored
 from support.waiting import until
 
 pytestmark = pytest.mark.model
@@ -48,3 +51,31 @@ class TestEvents:
             await batches.aclose()
         finally:
             publisher.shutdown()
+
+    @pytest.mark.parametrize(
+        ("lora_name", "extra_keys", "salt"),
+        [
+            (None, None, None),
+            (None, [("salt",), None], "salt"),
+            ("sql@00", [("sql@00", "salt"), ("sql@00",)], "salt"),
+            ("sql@00", [("sql@00",)], None),
+        ],
+    )
+    def test_the_salt_is_not_taken_for_the_adapter(self, lora_name: Any, extra_keys: Any, salt: str | None) -> None:
+        from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+        from kvferry.engine.vllm.events import _batch
+
+        stored = BlockStored(
+            block_hashes=[1, 2],
+            parent_block_hash=None,
+            token_ids=[1, 2],
+            block_size=1,
+            lora_id=1 if lora_name else None,
+            medium="GPU",
+            lora_name=lora_name,
+            extra_keys=extra_keys,
+        )
+        (event,) = _batch(0, msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[stored]))).events
+        assert isinstance(event, PagesStored)
+        assert event.cache_salt == salt

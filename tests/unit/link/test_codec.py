@@ -72,7 +72,7 @@ def test_sampling_survives_the_wire(sampling: Sampling) -> None:
     ("keep", "transfer"), [(True, None), (False, {"remote_block_ids": [[1, 2]], "nested": {"a": None}}), (False, None)]
 )
 def test_a_request_survives_the_wire(keep: bool, transfer: dict[str, object] | None) -> None:
-    request = EngineRequest(RequestId("r-1"), [5, 6, 7], FULL, keep, transfer, "salt")
+    request = EngineRequest(RequestId("r-1"), [5, 6, 7], FULL, keep, transfer, "salt", adapter="sql@00")
     message = pb.Downward.FromString(codec.submit_to_wire(9, request).SerializeToString())
     assert message.submit.number == 9
     assert codec.submit_from_wire(message.submit) == request
@@ -301,7 +301,8 @@ def test_a_share_is_above_0_and_at_most_1(share: float) -> None:
 
 @pytest.mark.parametrize("queued", [None, 0, 15])
 def test_load_survives_the_wire(queued: int | None) -> None:
-    load = EngineStats(1, 2, 1, 3, 4, PromptSources(5, 6, 7), CachedTokens(8, 9, 10, 11), 12, 13, 14, queued)
+    cached, adapters = CachedTokens(8, 9, 10, 11), frozenset({"sql@00", "poems@11"})
+    load = EngineStats(1, 2, 1, 3, 4, PromptSources(5, 6, 7), cached, 12, 13, 14, queued, loaded_adapters=adapters)
     message = codec.stats_to_wire(load, draining=True)
     assert message.draining
     assert codec.stats_from_wire(pb.Load.FromString(message.SerializeToString())) == load

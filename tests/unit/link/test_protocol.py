@@ -6,7 +6,17 @@ import dataclasses
 
 import pytest
 
-from kvferry.link.protocol import NEWEST_VERSION, Identity, ServedModel, identity_of, why_incompatible
+from kvferry.config import MAX_ADAPTERS
+from kvferry.link.protocol import (
+    ADAPTERS,
+    NEWEST_VERSION,
+    Identity,
+    ServedModel,
+    adapters_of,
+    identity_of,
+    why_incompatible,
+    why_no_adapter,
+)
 from kvferry.wire.v1 import worker_pb2 as pb
 
 HERE = Identity("blue", ServedModel("llama", "t1", "w1"))
@@ -62,3 +72,29 @@ def test_a_peer_cannot_name_features_or_a_cluster_without_end() -> None:
     peer = identity_of(message)
     assert len(peer.features) == 64
     assert len(why_incompatible(HERE, peer)) < 400
+
+
+def test_adapters_of_a_release_that_ignores_them_are_none() -> None:
+    new = Identity().protocol()
+    old = pb.Protocol(oldest=1, newest=2, features=[each for each in new.features if each != ADAPTERS])
+    adapters = ["sql@00", "poems@11"]
+    assert adapters_of(pb.Welcome(protocol=new, adapters=adapters)) == set(adapters)
+    assert adapters_of(pb.Welcome(protocol=old, adapters=adapters)) == frozenset()
+    many = [f"a{i}@00" for i in range(MAX_ADAPTERS + 1)]
+    assert len(adapters_of(pb.Welcome(protocol=new, adapters=many))) == MAX_ADAPTERS
+
+
+@pytest.mark.parametrize(
+    ("own", "adapter", "why"),
+    [
+        ([], "", ""),
+        (["sql@00"], "", ""),
+        (["sql@00"], "sql@00", ""),
+        ([], "sql@00", "it has no adapter 'sql'"),
+        (["sqlite@00"], "sql@00", "it has no adapter 'sql'"),
+        (["sql@11"], "sql@00", "its adapter 'sql' has other files than the one that the request began with"),
+    ],
+)
+def test_an_adapter_is_its_name_and_its_files(own: list[str], adapter: str, why: str) -> None:
+    assert why_no_adapter(own, pb.Submit(adapter=adapter)) == why
+    assert why_no_adapter(own, pb.Reserve()) == ""

@@ -7,7 +7,7 @@ from array import array
 import pytest
 import xxhash
 
-from kvferry.pages.keys import pack_keys, pack_tokens, route_keys, seed_of, unpack_keys
+from kvferry.pages.keys import pack_keys, pack_tokens, page_salt, route_keys, seed_of, unpack_keys
 
 
 def test_keys_are_the_chain_the_module_describes() -> None:
@@ -29,6 +29,12 @@ def test_a_key_depends_on_everything_before_it_and_on_the_salt() -> None:
     assert route_keys([9, 2, 3, 4], 2, seed_of(""))[1] != keys[1]
     assert route_keys([1, 2, 3, 9], 2, seed_of(""))[0] == keys[0]
     assert not set(route_keys([1, 2, 3, 4], 2, seed_of("salt"))) & set(keys)
+
+
+def test_an_adapter_parts_pages_by_its_name_and_files() -> None:
+    salts = [page_salt(salt, adapter) for salt in ("", "s") for adapter in ("", "sql@00", "sql@11", "s@00")]
+    assert len(set(salts)) == len(salts)
+    assert (page_salt("", ""), page_salt("s", "")) == ("", "s"), "pages of earlier releases are found again"
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 31, 32, 160])

@@ -128,7 +128,7 @@ async def test_one_suspect_is_on_trial_on_a_worker() -> None:
 REQUEST = EngineRequest(RequestId("r"), [1, 2, 3], Sampling(max_tokens=5, seed=1), cache_salt="acme")
 
 
-def test_a_digest_is_of_tenant_prompt_and_parameters() -> None:
+def test_a_digest_is_of_tenant_prompt_parameters_and_adapter() -> None:
     same = structs.replace(REQUEST, request_id=RequestId("other"), sampling=structs.replace(REQUEST.sampling, seed=2))
     assert digest_of(same) == digest_of(REQUEST)
     others = [
@@ -136,8 +136,10 @@ def test_a_digest_is_of_tenant_prompt_and_parameters() -> None:
         structs.replace(REQUEST, prompt_token_ids=[1, 2]),
         structs.replace(REQUEST, sampling=structs.replace(REQUEST.sampling, structured_outputs="{}")),
         structs.replace(REQUEST, parse=Parse(b"x")),
+        structs.replace(REQUEST, adapter="sql@00"),
+        structs.replace(REQUEST, adapter="sql@11"),
     ]
-    assert len({digest_of(each) for each in (REQUEST, *others)}) == 5
+    assert len({digest_of(each) for each in (REQUEST, *others)}) == 7
 
 
 async def test_a_copy_of_a_blamed_request_is_a_suspect_and_waits_for_the_trial_of_another() -> None:

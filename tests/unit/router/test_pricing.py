@@ -240,6 +240,22 @@ def test_waiting_requests_make_a_decode_worker_dear() -> None:
         assert placed(Placer(ResidencyIndex(), seed=1), fresh_request(), candidates("p", 1), decode).decode == "d1"
 
 
+def test_workers_that_have_loaded_the_adapter_are_cheaper_until_they_are_busy() -> None:
+    having, other = EngineStats(loaded_adapters=frozenset({"sql@00"})), EngineStats()
+    prefill = [candidate("p0", other), candidate("p1", having)]
+    decode = [candidate("d0", other), candidate("d1", having)]
+    plain = fresh_request(4096)
+    request = dataclasses.replace(plain, adapter="sql@00")
+    chosen = [placed(Placer(ResidencyIndex(), seed=seed), request, prefill, decode) for seed in range(20)]
+    assert {(decision.prefill, decision.decode) for decision in chosen} == {("p1", "d1")}
+    chosen = [placed(Placer(ResidencyIndex(), seed=seed), plain, prefill, decode) for seed in range(20)]
+    assert {decision.decode for decision in chosen} == {"d0", "d1"}, "the model itself is loaded everywhere"
+    # Waiting behind other prompts costs more than loading.
+    busy = dataclasses.replace(having, num_running=1, queued_prompt_tokens=100_000)
+    decision = placed(Placer(ResidencyIndex(), seed=1), request, [prefill[0], candidate("p1", busy)], decode)
+    assert (decision.prefill, decision.decode) == (None, "d1")
+
+
 def test_prompts_that_wait_for_their_turns_keep_no_stream_waiting() -> None:
     """Forty of a flood made every decode worker too dear for a tenant whose turn comes at once."""
     prompts = EngineStats(num_running=1, num_waiting=40, num_prompts=40)

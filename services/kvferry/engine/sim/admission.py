@@ -7,7 +7,7 @@ import math
 from collections.abc import Container
 
 from kvferry.config import SimConfig
-from kvferry.engine.base import EngineRequest, RequestId, TransferParams, validate_continuation
+from kvferry.engine.base import EngineRequest, RequestId, TransferParams, validate_adapter, validate_continuation
 from kvferry.engine.sim.answer import Answer
 from kvferry.engine.sim.kv_transfer import KvTransferError, Ticket
 from kvferry.engine.sim.sequence import TokenSequence
@@ -38,6 +38,7 @@ def to_sequence(
         answer_tokens=sim.answer_tokens,
         default_seed=seed,
         revision=revision,
+        adapter=request.adapter,
     )
     if continued is not None:
         answer.resume(given, continued.num_chars)
@@ -55,15 +56,25 @@ def ticket_of(params: TransferParams) -> Ticket | None:
 
 
 def validate_request(
-    request: EngineRequest, sim: SimConfig, *, vocabulary_size: int, block_size: int, active: Container[RequestId]
+    request: EngineRequest,
+    sim: SimConfig,
+    *,
+    vocabulary_size: int,
+    block_size: int,
+    active: Container[RequestId],
+    adapters: Container[str] = (),
 ) -> int:
     """Return the limit of prompt and answer together. Raises InvalidRequest."""
     sampling = request.sampling
+    validate_adapter(request)
     validate_continuation(request)
     if request.keep_for_transfer and request.transfer_params is not None:
         raise InvalidRequest("a request is either kept for transfer or pulled, not both")
     if request.request_id in active:
         raise InvalidRequest(f"request {request.request_id} is running already")
+    if request.adapter and request.adapter not in adapters:
+        name = request.adapter.rpartition("@")[0]
+        raise InvalidRequest(f"this engine has no adapter {name[:64]!r} with the files that were asked for")
     if sampling.structured_outputs:
         raise InvalidRequest("the sim engine writes plain text only", param="structured_outputs")
     if sampling.max_tokens < 1:

@@ -33,6 +33,7 @@ class Answer:
         answer_tokens: int,
         default_seed: int,
         revision: str = "",
+        adapter: str = "",
     ) -> None:
         """`answer_tokens` is the mean length of answers that only an end-of-sequence token ends.
 
@@ -47,6 +48,8 @@ class Answer:
             seed = xxhash.xxh3_64_intdigest(b"seed:%d" % drawn)
         if revision:
             seed ^= xxhash.xxh3_64_intdigest(b"revision:" + revision.encode("utf-8", "surrogatepass"))
+        if adapter:
+            seed ^= xxhash.xxh3_64_intdigest(adapter.encode())
         self._chain = xxhash.xxh3_64(packed_prompt, seed)
         self._sampling = sampling
         self._texts = tokenizer.texts

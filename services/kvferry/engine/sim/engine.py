@@ -9,7 +9,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvferry.config import SimConfig, TierConfig
+import xxhash
+
+from kvferry.config import AdaptersConfig, SimConfig, TierConfig
 from kvferry.engine.base import (
     EngineId,
     EngineInfo,
@@ -21,6 +23,7 @@ from kvferry.engine.base import (
     KvTransferStats,
     RequestId,
     TransferParams,
+    name_adapter,
 )
 from kvferry.engine.parsing import ParsedAnswer
 from kvferry.engine.sim.admission import ticket_of, to_sequence, validate_request
@@ -55,7 +58,7 @@ class SimEngine:
     """Timing and sizes come from `sim`, randomness from requests or `seed`.
 
     `clock` and `sleep` pace only steps and loads. `tier.enabled` adds a CPU tier, and the volumes of the keeper at
-    `keeper_socket`, if set.
+    `keeper_socket`, if set. Adapters' folders are not read.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class SimEngine:
         keeper_socket: str = "",
         volume_pool: str = "",
         revision: str = "",
+        adapters: AdaptersConfig = AdaptersConfig(),  # noqa: B008 - frozen
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -83,6 +87,7 @@ class SimEngine:
         self._keeper_socket = keeper_socket
         self._volume_pool = volume_pool
         self._revision = revision
+        self._adapters = _adapter_keys(adapters)
         self._seed = seed
         self._clock = clock
         self._sleep = sleep
@@ -199,6 +204,7 @@ class SimEngine:
                     "tokens_per_block": self._block_size,
                 }
             ),
+            adapters=self._adapters,
         )
         self._loop_task = asyncio.create_task(self._run(), name=f"sim engine {engine_id[:8]}")
 
@@ -237,6 +243,7 @@ class SimEngine:
                 for sequence in self._scheduler
                 if not sequence.has_first_token and sequence.request.transfer_params is None
             ),
+            loaded_adapters=self._adapters,
         )
 
     def kv_transfer_stats(self) -> KvTransferStats:
@@ -328,6 +335,7 @@ class SimEngine:
             vocabulary_size=self._tokenizer.vocabulary_size,
             block_size=self._block_size,
             active=self._scheduler,
+            adapters=self._adapters,
         )
         sequence = to_sequence(
             request,
@@ -359,7 +367,7 @@ class SimEngine:
         if self._kv_transfer is None:
             return None
         pages, num_tokens = self._cache.detach_prompt(sequence)
-        return self._kv_transfer.offer(pages, num_tokens).to_params()
+        return name_adapter(self._kv_transfer.offer(pages, num_tokens).to_params(), sequence.request)
 
     def _free_offered(self, pages: Sequence[PageId]) -> None:
         self._cache.free(pages)
@@ -386,3 +394,10 @@ class SimEngine:
         for sequence in self._scheduler.abandon():
             sequence.outputs.fail(EngineDead(reason))
         self._events.close(self._failure)
+
+
+def _adapter_keys(adapters: AdaptersConfig) -> frozenset[str]:
+    return frozenset(
+        f"{name}@{xxhash.xxh3_128_hexdigest(f'{adapter.path}@{adapter.revision}'.encode())}"
+        for name, adapter in adapters.served.items()
+    )

@@ -38,7 +38,7 @@ class KvCache:
             chain.page_hashes[first:end],
             chain.token_ids(first, end),
             parent_hash=chain.page_hashes[first - 1] if first else None,
-            cache_salt=sequence.request.cache_salt,
+            cache_salt=sequence.request.page_salt,
         )
         sequence.num_stored = end
         if self.tier is not None:

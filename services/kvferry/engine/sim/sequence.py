@@ -76,7 +76,7 @@ class TokenSequence:
         """Takes over `packed`, the prompt."""
         self.request = request
         self.answer = answer
-        self.chain = TokenChain(packed, block_size, request.cache_salt)
+        self.chain = TokenChain(packed, block_size, request.page_salt)
         self.block_size = block_size
         self.max_tokens_total = max_tokens_total
         self.ticket = ticket

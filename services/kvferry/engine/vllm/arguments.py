@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-from kvferry.config import EngineConfig, ModelConfig, TierConfig
+from kvferry.config import AdaptersConfig, EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import EngineId, EngineInfo
 from kvferry.engine.vllm.argument_parser import parsed
 from kvferry.model_folder import cache_folder
@@ -36,6 +36,7 @@ def engine_arguments(
     events_endpoint: str,
     replay_endpoint: str,
     has_tenants: bool = False,
+    adapters: AdaptersConfig = AdaptersConfig(),  # noqa: B008 - frozen
 ) -> dict[str, Any]:
     """Raises ConfigError for values of `engine.args` that vLLM refuses."""
     on_cpu = engine.device == "cpu"
@@ -72,7 +73,17 @@ def engine_arguments(
             "buffer_steps": NUM_REPLAYABLE,
         },
         **{name: value for name, value in optional.items() if value is not None},
+        **(lora_arguments(adapters) if adapters.served else {}),
         **_arguments_of_operator(engine),
+    }
+
+
+def lora_arguments(adapters: AdaptersConfig) -> dict[str, Any]:
+    return {
+        "enable_lora": True,
+        "max_lora_rank": adapters.max_rank,
+        "max_loras": adapters.max_active,
+        "max_cpu_loras": adapters.num_loaded,
     }
 
 
@@ -190,7 +201,13 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
 
 
 def describe(
-    vllm_config: Any, engine_id: EngineId, model_folder: str, *, weights: str, cpu_bytes: int = 0
+    vllm_config: Any,
+    engine_id: EngineId,
+    model_folder: str,
+    *,
+    weights: str,
+    cpu_bytes: int = 0,
+    adapters: frozenset[str] = frozenset(),
 ) -> EngineInfo:
     from kvferry.engine.vllm.plugins.exchange_fields import exchange_fields, page_dtype, type_name
 
@@ -207,6 +224,7 @@ def describe(
         num_cpu_pages=cpu_bytes // pages.page_bytes,
         exchange=exchange_fields(vllm_config, weights=weights),
         pool_bytes=cache.num_gpu_blocks * pages.block_bytes * parallel.tensor_parallel_size,
+        adapters=adapters,
     )
 
 

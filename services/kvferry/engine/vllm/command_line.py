@@ -30,6 +30,7 @@ def command_line(config: ClusterConfig, role: str, pool: str = "") -> str:
         events_endpoint=_LATER,
         replay_endpoint=_LATER,
         has_tenants=tenants,
+        adapters=config.adapters,
     )
     # As the operator wrote them: vLLM's parser may have made objects of them.
     arguments |= engine.args

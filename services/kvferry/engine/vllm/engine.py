@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvferry.addresses import free_port
-from kvferry.config import EngineConfig, ModelConfig, TierConfig
+from kvferry.config import AdaptersConfig, EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import (
     EngineId,
     EngineInfo,
@@ -33,9 +33,13 @@ from kvferry.engine.base import (
     Sampling,
     TierHints,
     TransferParams,
+    name_adapter,
+    validate_adapter,
     validate_continuation,
 )
 from kvferry.engine.parsing import ParsedAnswer
+from kvferry.engine.vllm.adapter_folder import stage
+from kvferry.engine.vllm.adapters import Adapters
 from kvferry.engine.vllm.arguments import (
     CONNECTOR_CLASS,
     CONNECTOR_MODULE,
@@ -81,7 +85,10 @@ class VllmEngine:
         keeper_socket: str = "",
         volume_pool: str = "",
         has_tenants: bool = False,
+        adapters: AdaptersConfig = AdaptersConfig(),  # noqa: B008 - frozen
     ) -> None:
+        self._adapters_config = adapters
+        self._adapters = Adapters((), adapters.num_loaded)
         self._tier = tier if tier is not None else TierConfig()
         self._keeper_socket = keeper_socket
         self._volume_pool = volume_pool
@@ -119,6 +126,10 @@ class VllmEngine:
         digest = await asyncio.to_thread(weights_revision, Path(self._model_folder), cache_folder() / "weights")
         self._weights_digest = digest
         self._weights = f"{self._model.revision}:{digest}" if self._model.revision else digest
+        if (adapters := self._adapters_config).served:
+            folder = Path(self._model_folder)
+            staged = await asyncio.to_thread(stage, adapters, folder, self._folder / "adapters")
+            self._adapters = Adapters(staged, adapters.num_loaded)
         prepare_environment(self._config, side_channel_port=free_port(self._config.side_channel_host))
         self._quality = None if self._config.quality_report is None else read_report(self._config.quality_report)
         try:
@@ -188,6 +199,7 @@ class VllmEngine:
             self._model_folder,
             weights=self._weights,
             cpu_bytes=cpu_tier_bytes(self._tier),
+            adapters=self._adapters.keys,
         )
 
     def _require_quality(self, vllm_config: Any) -> None:
@@ -231,6 +243,7 @@ class VllmEngine:
             events_endpoint=self._events_endpoint(),
             replay_endpoint=self._replay_endpoint(),
             has_tenants=self._has_tenants,
+            adapters=self._adapters_config,
         )
 
     def _events_endpoint(self) -> str:
@@ -250,8 +263,9 @@ class VllmEngine:
         if llm is None:
             raise EngineDead("the engine was stopped")
         transfer = _transfer_params(request)
+        validate_adapter(request)
         validate_continuation(request)
-        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
+        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.page_salt or None)
         finished = False
         if request.continued is not None:
             self._continuations.expect(request_id, request.continued, request.sampling.min_tokens)
@@ -262,6 +276,8 @@ class VllmEngine:
             params, parsed, options = self._prepare(request, transfer)
             assert self._validator is not None
             await self._validator.validate(params)
+            if request.adapter:
+                options["lora_request"] = await self._adapters.lora_request(request.adapter, llm)
             async for output in llm.generate(prompt, params, request_id, **options):
                 if new_floors is not None and self._new_floors is new_floors:
                     self._new_floors = None
@@ -273,6 +289,8 @@ class VllmEngine:
                 if output.finished:
                     finished = True
                     finish_output(result, output, *(self._prompt_sources.pop(request_id) or (PromptSources(),)))
+                    if result.transfer_params is not None:
+                        result.transfer_params = name_adapter(result.transfer_params, request)
                 if parsed is not None and result.finish_reason is not FinishReason.ABORT:
                     result.delta = parsed.on_output(completion.token_ids, completion.text, finished=finished)
                 yield result
@@ -357,6 +375,7 @@ class VllmEngine:
             num_generated_tokens=counters.num_generated_tokens,
             num_steps=counters.num_steps,
             queued_prompt_tokens=self._num_queued_prompt_tokens,
+            loaded_adapters=self._adapters.loaded,
         )
 
     def kv_transfer_stats(self) -> KvTransferStats:

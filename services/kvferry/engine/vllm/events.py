@@ -82,6 +82,8 @@ def _translate(event: Any) -> KvEvent:
     match event:
         case BlockStored():
             extra = event.extra_keys[0] if event.extra_keys else None
+            # vLLM puts an adapter's name before the salt.
+            salts = (extra or ())[1:] if event.lora_name else extra or ()
             if extra and extra[0] == ROUTE_KEYS_TAG:
                 return PagesStored(
                     event.block_hashes, None, (), 0, medium=event.medium or "CPU", route_keys=unpack_keys(extra[1])
@@ -91,7 +93,7 @@ def _translate(event: Any) -> KvEvent:
                 parent_hash=event.parent_block_hash,
                 token_ids=event.token_ids,
                 block_size=event.block_size,
-                cache_salt=next((key for key in extra or () if isinstance(key, str)), None),
+                cache_salt=next((key for key in salts if isinstance(key, str)), None),
                 medium=event.medium or "GPU",
             )
         case BlockRemoved():

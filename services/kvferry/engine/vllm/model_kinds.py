@@ -23,6 +23,19 @@ ARCHITECTURES = frozenset(
     }
 )
 
+# Those whose LoRA adapters were compared: tests/model/test_adapters.py.
+ADAPTER_ARCHITECTURES = frozenset(
+    {
+        "Gemma3ForCausalLM",
+        "GraniteForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Olmo2ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    }
+)
+
 # Of weights, by method and format, both with eight bits; vLLM's other kernels compute in half precision, where answers
 # depend on how prompts are cut.
 _QUANTIZATIONS = frozenset({("compressed-tensors", "int-quantized"), ("compressed-tensors", "float-quantized")})
@@ -57,7 +70,6 @@ def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] 
         "layers of kind " + ", ".join(sorted(layer_types - {_FULL, _SLIDING})): bool(layer_types - {_FULL, _SLIDING}),
         f"weights quantized as {_quantization(model)}": not _is_shown_quantization(model),
         f"KV pages of type {cache_dtype}": _is_quantized(cache_dtype) or _is_of_another_type(cache_dtype, model),
-        "LoRA adapters": vllm_config.lora_config is not None,
         "speculative decoding other than by n-grams": (
             vllm_config.speculative_config is not None
             and vllm_config.speculative_config.method != "ngram"
@@ -68,6 +80,8 @@ def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] 
     found = [kind for kind, is_there in reasons.items() if is_there]
     if not found and model.architecture not in ARCHITECTURES:
         found = [f"the architecture {model.architecture}"]
+    if not found and vllm_config.lora_config is not None and not _is_shown_with_adapters(model):
+        found = [f"{_quantization(model) or model.architecture} and LoRA adapters"]
     if not found:
         return ""
     return f"models with {' and '.join(found)} have not been shown to give right answers here; {TABLE}"
@@ -76,6 +90,10 @@ def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] 
 def has_sliding_window(model_config: Any, layer_types: set[str]) -> bool:
     # As vLLM does, whatever `use_sliding_window` says: some models of it ignore that.
     return _SLIDING in layer_types or model_config.get_sliding_window() is not None
+
+
+def _is_shown_with_adapters(model_config: Any) -> bool:
+    return model_config.architecture in ADAPTER_ARCHITECTURES and not model_config.quantization
 
 
 def _is_shown_quantization(model_config: Any) -> bool:

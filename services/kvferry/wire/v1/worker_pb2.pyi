@@ -89,7 +89,7 @@ class Protocol(_message.Message):
     def __init__(self, oldest: _Optional[int] = ..., newest: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("worker_id", "version", "role", "engine_id", "model", "max_model_len", "block_size", "page_bytes", "load", "protocol", "cluster", "served", "refusal", "pool")
+    __slots__ = ("worker_id", "version", "role", "engine_id", "model", "max_model_len", "block_size", "page_bytes", "load", "protocol", "cluster", "served", "refusal", "pool", "adapters")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class Welcome(_message.Message):
     SERVED_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     version: str
     role: str
@@ -118,14 +119,15 @@ class Welcome(_message.Message):
     served: Model
     refusal: str
     pool: str
-    def __init__(self, worker_id: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., engine_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., cluster: _Optional[str] = ..., served: _Optional[_Union[Model, _Mapping]] = ..., refusal: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., engine_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., cluster: _Optional[str] = ..., served: _Optional[_Union[Model, _Mapping]] = ..., refusal: _Optional[str] = ..., pool: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse", "tier", "traceparent", "tracestate", "timeout_ms", "suspect", "resumed", "turn", "preemptible", "pool")
+    __slots__ = ("number", "request_id", "prompt_token_ids", "sampling", "keep_for_transfer", "transfer_params", "cache_salt", "continued", "parse", "tier", "traceparent", "tracestate", "timeout_ms", "suspect", "resumed", "turn", "preemptible", "pool", "adapter")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +146,7 @@ class Submit(_message.Message):
     TURN_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIBLE_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -162,7 +165,8 @@ class Submit(_message.Message):
     turn: Turn
     preemptible: bool
     pool: str
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., suspect: _Optional[bool] = ..., resumed: _Optional[bool] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., preemptible: _Optional[bool] = ..., pool: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., keep_for_transfer: _Optional[bool] = ..., transfer_params: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., continued: _Optional[_Union[Continued, _Mapping]] = ..., parse: _Optional[_Union[Parse, _Mapping]] = ..., tier: _Optional[_Union[Tier, _Mapping]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., suspect: _Optional[bool] = ..., resumed: _Optional[bool] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., preemptible: _Optional[bool] = ..., pool: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Turn(_message.Message):
     __slots__ = ("tenant", "share", "missing_tokens")
@@ -470,7 +474,7 @@ class Failure(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "transferred_bytes", "num_generated_tokens", "num_steps", "cached_tokens", "full", "queued_prompt_tokens", "backlogs", "other_backlogs", "num_prompts", "served")
+    __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "transferred_bytes", "num_generated_tokens", "num_steps", "cached_tokens", "full", "queued_prompt_tokens", "backlogs", "other_backlogs", "loaded_adapters", "num_prompts", "served")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -485,6 +489,7 @@ class Load(_message.Message):
     QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BACKLOGS_FIELD_NUMBER: _ClassVar[int]
     OTHER_BACKLOGS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     SERVED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
@@ -501,9 +506,10 @@ class Load(_message.Message):
     queued_prompt_tokens: int
     backlogs: _containers.RepeatedCompositeFieldContainer[TenantBacklog]
     other_backlogs: _containers.RepeatedCompositeFieldContainer[BacklogBucket]
+    loaded_adapters: _containers.RepeatedScalarFieldContainer[str]
     num_prompts: int
     served: _containers.RepeatedCompositeFieldContainer[TenantWork]
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., transferred_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., cached_tokens: _Optional[_Union[CachedTokens, _Mapping]] = ..., full: _Optional[bool] = ..., queued_prompt_tokens: _Optional[int] = ..., backlogs: _Optional[_Iterable[_Union[TenantBacklog, _Mapping]]] = ..., other_backlogs: _Optional[_Iterable[_Union[BacklogBucket, _Mapping]]] = ..., num_prompts: _Optional[int] = ..., served: _Optional[_Iterable[_Union[TenantWork, _Mapping]]] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pages_used: _Optional[int] = ..., num_pages: _Optional[int] = ..., draining: _Optional[bool] = ..., prompt_tokens: _Optional[_Union[PromptSources, _Mapping]] = ..., transferred_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., cached_tokens: _Optional[_Union[CachedTokens, _Mapping]] = ..., full: _Optional[bool] = ..., queued_prompt_tokens: _Optional[int] = ..., backlogs: _Optional[_Iterable[_Union[TenantBacklog, _Mapping]]] = ..., other_backlogs: _Optional[_Iterable[_Union[BacklogBucket, _Mapping]]] = ..., loaded_adapters: _Optional[_Iterable[str]] = ..., num_prompts: _Optional[int] = ..., served: _Optional[_Iterable[_Union[TenantWork, _Mapping]]] = ...) -> None: ...
 
 class TenantWork(_message.Message):
     __slots__ = ("tenant", "ms", "num_requests", "num_tokens", "num_running")

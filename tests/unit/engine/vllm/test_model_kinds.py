@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.tiny_models import SHOWN
-from kvferry.engine.vllm.model_kinds import ARCHITECTURES, why_refused
+from kvferry.engine.vllm.model_kinds import ADAPTER_ARCHITECTURES, ARCHITECTURES, why_refused
 
 
 def config(*, architecture: str = "LlamaForCausalLM", window: int | None = None, **text: Any) -> SimpleNamespace:
@@ -73,7 +73,6 @@ def test_untried_kinds_of_tried_architectures_are_refused(values: dict[str, Any]
         ("model_config", "is_hybrid", True, "recurrent"),
         ("model_config", "is_encoder_decoder", True, "encoder"),
         ("cache_config", "cache_dtype", "fp8", "fp8"),
-        ("", "lora_config", object(), "LoRA"),
         ("", "speculative_config", SimpleNamespace(method="eagle"), "speculative"),
     ],
 )
@@ -148,3 +147,25 @@ def test_pages_of_another_type_than_the_model_is_computed_in_are_refused(
     values.cache_config.cache_dtype, values.model_config.dtype = of_pages, computed
     reason = why_refused(values, has_tiers=False)
     assert (f"KV pages of type {of_pages}" in reason) == is_refused
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_adapters_are_served_where_they_were_compared(architecture: str) -> None:
+    whole = config(architecture=architecture)
+    whole.lora_config = object()
+    reason = why_refused(whole, has_tiers=True)
+    assert ("LoRA adapters" in reason) == (architecture not in ADAPTER_ARCHITECTURES)
+    assert ADAPTER_ARCHITECTURES <= ARCHITECTURES
+
+
+def test_adapters_of_quantized_weights_are_refused() -> None:
+    whole = config()
+    whole.lora_config = object()
+    whole.model_config.quantization = "compressed-tensors"
+    whole.model_config.hf_config.quantization_config = {
+        "format": "int-quantized",
+        "config_groups": {"g": {"weights": {"num_bits": 8}}},
+    }
+    assert "compressed-tensors int-quantized and LoRA adapters" in why_refused(whole, has_tiers=False)
+    whole.lora_config = None
+    assert why_refused(whole, has_tiers=False) == ""

@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
+from kvferry.engine.vllm.plugins.adapter_page_keys import hash_adapters_by_name
+from kvferry.engine.vllm.plugins.cpu_lora_rows import leave_other_rows_alone
 from kvferry.engine.vllm.plugins.draft_sampling import expand_settings_of_drafts
 from kvferry.engine.vllm.plugins.grammar_replay import replay_given_tokens
 from kvferry.engine.vllm.plugins.grammar_time import limit_grammar_time
@@ -32,6 +34,8 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             compare_exchange_digests()
             if on_cpu:
                 expand_settings_of_drafts()
+            if on_cpu and vllm_config.lora_config is not None:
+                leave_other_rows_alone()
         try:
             with blocking_progress_thread() if on_cpu else contextlib.nullcontext():
                 super().__init__(vllm_config, role, kv_cache_config)
@@ -45,6 +49,7 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             retry_taken_handshake_ports(self.connector_scheduler)
             send_lease_ends(self.connector_scheduler)
             # This runs in the engine core, where vLLM loads nothing else of ours.
+            hash_adapters_by_name()
             limit_grammar_time()
             replay_given_tokens()
             if on_cpu and not vllm_config.kv_transfer_config.is_kv_consumer:
