@@ -59,13 +59,28 @@ async def run_fault(
     seeded: random.Random,
     say: Any,
 ) -> dict[str, Any]:
-    load.outcomes = []
+    load.outcomes, revision = [], _revision(running)
     before = sum(process.num_kills for process in running.processes)
     async with load.running():
         await fault(running, seeded, times, say)
     kills = sum(process.num_kills for process in running.processes) - before
+    outcomes, load.outcomes = load.outcomes, []
+    # Another model has other answers, and none that is of both.
+    by_revision = {revision: expected}
+    if (changed := _revision(running)) != revision:
+        by_revision[changed] = await ask_undisturbed(running, load.client.prompts, load.client.max_tokens)
+        assert by_revision[changed] != expected
+
+    def expected_at(url: str) -> list[str]:
+        return by_revision[running.models[url]["revision"]]
+
     # Below zero where processes left for good.
-    return summarize(load.outcomes, expected, kills if kills > 0 else times, running.is_foreign)
+    return summarize(outcomes, expected_at, kills if kills > 0 else times, running.is_foreign)
+
+
+def _revision(running: Fleet) -> str:
+    (revision,) = {process.config["model"]["revision"] for process in running.processes}
+    return str(revision)
 
 
 # Faults of one cluster, in this order; the last one changes its model.

@@ -62,8 +62,8 @@ class Client:
 
     def __init__(self, urls: Callable[[], Sequence[str]], prompts: Sequence[str], max_tokens: int) -> None:
         self._urls = urls
-        self._prompts = prompts
-        self._max_tokens = max_tokens
+        self.prompts = list(prompts)
+        self.max_tokens = max_tokens
         self._http = httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
         self._turn = 0
 
@@ -94,8 +94,8 @@ class Client:
         """Fill in the outcome; what the server said went wrong, if anything. Raises for a broken connection."""
         body = {
             "model": "sim-model",
-            "prompt": self._prompts[outcome.prompt],
-            "max_tokens": self._max_tokens,
+            "prompt": self.prompts[outcome.prompt],
+            "max_tokens": self.max_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -151,11 +151,14 @@ class Load:
 
 
 def summarize(
-    outcomes: Sequence[Outcome], expected: Sequence[str], kills: int, is_foreign: Callable[[str, str], bool]
+    outcomes: Sequence[Outcome],
+    expected_at: Callable[[str], Sequence[str]],
+    kills: int,
+    is_foreign: Callable[[str, str], bool],
 ) -> dict[str, Any]:
     """The row of one fault. `extra_ms_p50` compares requests that it touched with those that it did not.
 
-    `is_foreign` tells of a gateway's URL and a worker's id whether their models differ.
+    `expected_at` returns the texts of a gateway's model by its URL, for each prompt. `is_foreign` tells of a gateway's URL and a worker's id whether their models differ.
     """
     failed = [outcome for outcome in outcomes if outcome.error]
     whole = [outcome for outcome in outcomes if not outcome.error]
@@ -171,7 +174,7 @@ def summarize(
         "continued": sum(outcome.continued for outcome in whole),
         "recomputed": sum(outcome.recomputed for outcome in whole),
         "retried": sum(outcome.num_attempts > 1 for outcome in outcomes),
-        "inexact": sum(outcome.text != expected[outcome.prompt] for outcome in whole),
+        "inexact": sum(outcome.text != expected_at(outcome.url)[outcome.prompt] for outcome in whole),
         "foreign": sum(any(is_foreign(each.url, worker) for worker in each.workers) for each in whole),
         "extra_ms_p50": extra_ms,
         "errors": sorted({outcome.error for outcome in failed})[:3],
