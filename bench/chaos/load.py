@@ -158,7 +158,8 @@ def summarize(
 ) -> dict[str, Any]:
     """The row of one fault. `extra_ms_p50` compares requests that it touched with those that it did not.
 
-    `expected_at` returns the texts of a gateway's model by its URL, for each prompt. `is_foreign` tells of a gateway's URL and a worker's id whether their models differ.
+    `expected_at` returns the texts of a gateway's model by its URL, for each prompt. `is_foreign` tells of a gateway's
+    URL and a worker's id whether their models differ.
     """
     failed = [outcome for outcome in outcomes if outcome.error]
     whole = [outcome for outcome in outcomes if not outcome.error]

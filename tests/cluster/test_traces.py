@@ -200,6 +200,7 @@ async def test_a_request_is_one_tree_over_all_processes(traced_url: str, collect
         "gen_ai.usage.output_tokens": 50,
         "gen_ai.usage.cache_read.input_tokens": 0,
         "kvferry.tenant": "default",
+        "kvferry.model": "default",
     }
     assert root.find("route").attributes["kvferry.reason"] == "disaggregated"
     assert decode.find("ferry").attributes["kvferry.tokens"] == num_prompt

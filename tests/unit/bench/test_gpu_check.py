@@ -226,7 +226,15 @@ async def test_an_interrupt_ends_the_part_that_runs(tmp_path: Path) -> None:
     running.terminate()
     async with asyncio.timeout(60):
         assert await running.wait() == 130
-    assert not any(child.is_running() for child in children)
+    # Killed, and perhaps not collected yet by the process that inherits it.
+    await until(lambda: not any(_is_alive(child) for child in children), what="the part has ended")
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 _TESTS = """
