@@ -384,7 +384,14 @@ def test_pools_start_with_the_rest_and_are_named(machine: Machine) -> None:
     assert (made.returncode, "503" in made.stderr) == (0, False), "its gateway knows the pool"
     body = {"model": MODEL, "prompt": "one two three four five six", "max_tokens": 8}
     headers = {"x-kvferry-debug": "disaggregate", "authorization": f"Bearer {made.stdout.strip()}"}
-    answer = httpx.post(f"{machine.url}/v1/completions", json=body, headers=headers, timeout=60)
+    answers: list[httpx.Response] = []
+
+    def is_known() -> bool:
+        answers.append(httpx.post(f"{machine.url}/v1/completions", json=body, headers=headers, timeout=60))
+        return answers[-1].status_code != 401
+
+    wait_until(is_known, timeout_s=30, what="the gateway knows the new key")  # it follows records of etcd
+    answer = answers[-1]
     assert answer.status_code == 200, answer.text
     record = answer.json()["kvferry"]
     assert record["pool"] == "finance"
