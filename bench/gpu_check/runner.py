@@ -12,8 +12,9 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -91,7 +92,8 @@ def run_part(
     command = [python, *part.arguments(str(out))]
     outcome = Outcome(part.name, part.proves, "failed", command=" ".join(part.command), log=f"{part.name}/log.txt")
     begun_s = time.monotonic()
-    with log.open("wb") as output:
+    with log.open("wb") as output, contextlib.ExitStack() as held:
+        held.enter_context(_interrupts_held())
         started = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -102,6 +104,7 @@ def run_part(
             start_new_session=True,
         )
         try:
+            held.close()
             is_over = _wait(started, limit_s, lambda: say(f"    {part.name}: {time.monotonic() - begun_s:.0f} s"))
         finally:
             num_left = end(started, token)
@@ -118,6 +121,24 @@ def run_part(
         outcome.status = "passed"
     outcome.figures = figures_of(part, out)
     return outcome
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Deliver signals that come meanwhile at the end: a process that is just being started would be left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            os.kill(os.getpid(), number)
 
 
 def import_path() -> str:
