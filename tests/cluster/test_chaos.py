@@ -63,7 +63,7 @@ async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
                 if name not in MET or rows[name][MET[name]]:
                     break
     for name, row in rows.items():
-        assert (row["failed"], row["inexact"], row["foreign"]) == (0, 0, 0), (name, row)
+        assert (row["failed"], row["inexact"], row["foreign"]) == (0, 0, 0), f"{name}: {row}"
         assert row["requests"] >= NUM_STREAMS
         if name not in ("gateway", "upgrade"):
             assert row["retried"] == 0, (name, row)
@@ -72,6 +72,6 @@ async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
 
 
 def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The counts of both."""
+    """The counts of both, and their errors."""
     counts = ("requests", "failed", "inexact", "foreign", "continued", "recomputed", "retried")
-    return {key: one[key] + other[key] for key in counts}
+    return {key: one[key] + other[key] for key in (*counts, "errors")}
