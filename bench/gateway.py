@@ -154,10 +154,12 @@ async def run_gateway(
                 for kind, role in ((MemberKind.PREFILL, config.prefill), (MemberKind.DECODE, config.decode))
             ):
                 await host.worker_pool.change()
-            if isinstance(host._renderer, VllmRenderer):
-                # The process that compiles grammars takes seconds of CPU at its start.
-                body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
-                await host._renderer.render_completion(body)
+            (model,) = host._models
+            with model.rendering() as renderer:
+                if isinstance(renderer, VllmRenderer):
+                    # The process that compiles grammars takes seconds of CPU at its start.
+                    body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
+                    await renderer.render_completion(body)
         say({"port": host.port, "loop": type(asyncio.get_running_loop()).__module__})
         await told_to_end()
     finally:
