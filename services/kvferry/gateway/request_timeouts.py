@@ -6,6 +6,8 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
+from kvferry.gateway.own_cancel import OwnCancel
+
 
 class RequestTimeouts:
     """Equal limits of all requests, with one timer: that of the oldest request."""
@@ -45,19 +47,16 @@ class RequestTimeouts:
             limit.expire()
 
 
-class RequestTimeout:
+class RequestTimeout(OwnCancel):
     """One request's limit; `expire` ends it before its time."""
 
-    __slots__ = ("_has_expired", "_num_cancels", "_task", "_timeouts")
+    __slots__ = ("_timeouts",)
 
     def __init__(self, timeouts: RequestTimeouts) -> None:
         self._timeouts = timeouts
-        self._has_expired = False
 
     def __enter__(self) -> Self:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._num_cancels = task, task.cancelling()
+        self._enter()
         self._timeouts._begin(self)
         return self
 
@@ -65,13 +64,11 @@ class RequestTimeout:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._timeouts._end(self)
-        # As asyncio.Timeout does: a cancel from elsewhere stays one.
-        if self._has_expired and self._task.uncancel() <= self._num_cancels and kind is asyncio.CancelledError:
+        if self._takes_back(kind):
             raise TimeoutError from error
 
     def expire(self) -> None:
         """Cancel the block, once."""
         self._timeouts._end(self)
-        if not self._has_expired:
-            self._has_expired = True
-            self._task.cancel()
+        if not self._has_cancelled:
+            self._cancel()

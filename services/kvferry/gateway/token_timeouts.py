@@ -8,6 +8,7 @@ from types import TracebackType
 
 from kvferry.errors import DeadlineExceeded
 from kvferry.gateway.choices import Choice
+from kvferry.gateway.own_cancel import OwnCancel
 
 # Choices are looked at so often in the shorter of the limits, which costs tokens nothing: a limit is exceeded by at
 # most this part of it.
@@ -52,8 +53,8 @@ class TokenTimeouts:
         self._timer = loop.call_later(self._period_s, self._look) if self._watched else None
 
 
-class _Watch:
-    __slots__ = ("_choices", "_num_cancels", "_reason", "_seen", "_task", "_timeouts")
+class _Watch(OwnCancel):
+    __slots__ = ("_choices", "_reason", "_seen", "_timeouts")
 
     def __init__(self, timeouts: TokenTimeouts, choices: Sequence[Choice]) -> None:
         self._timeouts = timeouts
@@ -62,9 +63,7 @@ class _Watch:
         self._reason = ""  # why it has expired
 
     async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._num_cancels = task, task.cancelling()
+        self._enter()
         self._seen = [(0, asyncio.get_running_loop().time())] * len(self._choices)
         self._timeouts._begin(self)
 
@@ -72,8 +71,7 @@ class _Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._timeouts._end(self)
-        # As asyncio.Timeout does: a cancel from elsewhere stays one.
-        if self._reason and self._task.uncancel() <= self._num_cancels and kind is asyncio.CancelledError:
+        if self._takes_back(kind):
             raise DeadlineExceeded(self._reason) from None
 
     def look(self, now_s: float) -> None:
@@ -94,4 +92,4 @@ class _Watch:
     def _expire(self, reason: str) -> None:
         self._reason = reason
         self._timeouts._end(self)  # once
-        self._task.cancel()
+        self._cancel()
