@@ -248,10 +248,10 @@ def _is_hub_model(value: object) -> bool:
 
 def build(config: ClusterConfig, model_folder: str = "", hub_model: Mapping[str, str] | None = None) -> Application:
     model_folder = model_folder or config.model.path
-    default = config.of_model()
     waits: dict[str, Any] = {"hub_model": dict(hub_model)} if hub_model else {}
-    version = _digest([replica_values(default), model_folder, __version__, *(waits.values())])
-    common = (replica_values(default), model_folder, waits)
+    values = replica_values(config.of_model())
+    version = _digest([values, model_folder, __version__, *(waits.values())])
+    common = (values, model_folder, waits)
     parts = [
         _Part(deployment, *common, _options(role, version, drain_timeout_s=config.worker.drain_timeout_s), pool)
         for pool in ("", *sorted(config.pools))

@@ -39,10 +39,10 @@ class GatewayModel:
         self.config, self.folder = config, folder
         self.identity: GatewayIdentity | None = None
         self.renderer: Renderer | None = None
-        self.why_not = ""  # it cannot be loaded
         self._num_rendering = 0
         self._is_retired = False
         pools = ("", *config.pools)
+        self.volumes = {each: config.volumes_of(each) for each in pools}  # of pools by name, as `volumes_of`
         self._speculating = frozenset(each for each in pools if speculates(config.engine_of("decode", each).args))
 
     def __repr__(self) -> str:
@@ -174,8 +174,8 @@ class Models:
         model = next((model for model in self if model.pool == pool), None)
         if model is None:  # a pool of the default model
             default = self._entries.get(DEFAULT_POOL)
-            return default.current.config.volumes_of(pool) if default is not None and entry_of(pool) == pool else None
-        return model.config.volumes_of(entry_of(pool))
+            return default.current.volumes.get(pool) if default is not None and entry_of(pool) == pool else None
+        return model.volumes[entry_of(pool)]
 
     def grammar_outcomes(self) -> Mapping[str, int]:
         found: Counter[str] = Counter(self._past_outcomes)
@@ -231,8 +231,14 @@ class Models:
         model = self._answering(entry)
         return Route(model, pool if asked == DEFAULT_POOL else model.pool, asked)
 
-    def _names(self, tenant: Tenant) -> dict[str, tuple[str, str]]:
-        # Labels, and pools of the default model, by name.
+    def _names(self, tenant: Tenant) -> Mapping[str, tuple[str, str]]:
+        # Labels, and pools of the default model, by name. Each request asks, and they change with the models alone.
+        names = self._names_by_pool.get(tenant.pool)
+        if names is None:
+            names = self._names_by_pool[tenant.pool] = self._find_names(tenant)
+        return names
+
+    def _find_names(self, tenant: Tenant) -> dict[str, tuple[str, str]]:
         found: dict[str, tuple[str, str]] = {}
         # Records of earlier releases may have a pool called `default`, which is not the default one.
         own = self._entries.get(tenant.pool) if tenant.pool != DEFAULT_POOL else None
@@ -273,6 +279,7 @@ class Models:
         if config.serves_default:
             wanted = {DEFAULT_POOL: ("", config.model), **wanted}
         before, self._entries = self._entries, {}
+        self._names_by_pool: dict[str, dict[str, tuple[str, str]]] = {}  # of contracts
         for label, (pool, model) in wanted.items():
             entry = before.pop(label, None)
             earlier = None if entry is None else entry.earlier
@@ -341,8 +348,7 @@ class Models:
                 try:
                     await self._load(model)
                 except (KvferryError, OSError, ValueError) as error:
-                    model.why_not = str(error)[:1000]
-                    log.error("the model %s cannot be served yet: %s", model.label, model.why_not)
+                    log.error("the model %s cannot be served yet: %s", model.label, str(error)[:1000])
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, RETRY_MOST_S)
         except Exception:
@@ -356,7 +362,7 @@ class Models:
             self._on_change()
         renderer = await asyncio.to_thread(self._make_renderer, model.config, model.folder)
         renderer.start()
-        model.renderer, model.why_not = renderer, ""
+        model.renderer = renderer
         if model not in tuple(self):
             model.retire(self._closing)  # it was removed meanwhile
         self._on_change()
