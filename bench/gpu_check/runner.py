@@ -23,6 +23,7 @@ import psutil
 
 from bench.gpu_check.outcomes import figures_of, why_failed, why_nothing_shown
 from bench.gpu_check.parts import Part
+from kvferry.local.processes import has_variable
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "KVFERRY_GPU_CHECK_TOKEN"
@@ -180,11 +181,10 @@ def end(started: subprocess.Popen[bytes], token: str) -> int:
 
 def belonging(token: str) -> list[psutil.Process]:
     """Return the living processes with the token in their environment, and their children; never this one."""
-    mark = f"{TOKEN}={token}".encode()
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+        with contextlib.suppress(psutil.Error):
+            if has_variable(process.pid, TOKEN, token):
                 found |= {each.pid: each for each in (process, *process.children(recursive=True))}
     found.pop(os.getpid(), None)
     return [process for process in found.values() if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

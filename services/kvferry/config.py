@@ -144,7 +144,7 @@ class ModelConfig(_Section):
 
     @property
     def computed(self) -> ModelConfig:
-        # Names beside the served one are the gateways'.
+        """Return the settings that workers have: aliases and shares are for gateways alone."""
         return self.model_copy(update={"aliases": (), "canary": {}})
 
 
@@ -761,12 +761,7 @@ class ClusterConfig(_Section):
     @model_validator(mode="after")
     def _pools_make_sense(self) -> ClusterConfig:
         owner_of = {self.served_name: "the default pool"} if self.serves_default else {}
-        names = {f"pools.{name}.served_name": pool.served_name for name, pool in self.pools.items()}
-        names |= {f"model.aliases.{place}": alias for place, alias in enumerate(self.model.aliases)}
-        for place, entry in enumerate(self.models):
-            names[f"models.{place}.model.served_name"] = entry.served_model.served_name
-            names |= {f"models.{place}.model.aliases.{i}": alias for i, alias in enumerate(entry.model.aliases)}
-        for key, name in names.items():
+        for key, name in self._further_names().items():
             if name and (owner := owner_of.setdefault(name, key)) != key:
                 raise ValueError(f"{key}: {name!r} is the name of {_owner_in_words(owner)}")
         pools = {*self.pools, *(entry.name for entry in self.models)}
@@ -814,9 +809,7 @@ class ClusterConfig(_Section):
             return self
         if not self.serves_default:
             raise ValueError("adapters.served: adapters are of the default model, and this cluster has `models` alone")
-        names = {self.served_name, *self.model.aliases, *(pool.served_name for pool in self.pools.values())}
-        names |= {name for entry in self.models for name in (entry.name, entry.served_model.served_name)}
-        names |= {alias for entry in self.models for alias in entry.model.aliases}
+        names = {self.served_name, *self._further_names().values(), *(entry.name for entry in self.models)}
         if clash := sorted(names & self.adapters.served.keys()):
             raise ValueError(f"adapters.served.{clash[0]}: {clash[0]!r} is the name of a model")
         engines = [self.engine_of(role, pool) for pool in ("", *self.pools) for role in ROLES]
@@ -904,6 +897,15 @@ class ClusterConfig(_Section):
         """Served names, the default model's first; aliases and names of pools are further ones."""
         default = [self.served_name] if self.serves_default else []
         return [*default, *(entry.served_model.served_name for entry in self.models)]
+
+    def _further_names(self) -> dict[str, str]:
+        """Return names that clients may ask for beside the default model's, by key; empty ones are of pools alone."""
+        names = {f"pools.{name}.served_name": pool.served_name for name, pool in self.pools.items()}
+        names |= {f"model.aliases.{place}": alias for place, alias in enumerate(self.model.aliases)}
+        for place, entry in enumerate(self.models):
+            names[f"models.{place}.model.served_name"] = entry.served_model.served_name
+            names |= {f"models.{place}.model.aliases.{i}": alias for i, alias in enumerate(entry.model.aliases)}
+        return names
 
     def entry(self, name: str) -> ModelEntryConfig:
         """Raises KeyError."""

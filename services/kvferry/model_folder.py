@@ -30,6 +30,8 @@ _ALLOWED = f"allowed: `{DEFAULT_NAME}`, a folder with a config.json, or a hub id
 _REPORT_INTERVAL_S = 10.0
 _CONFIG_FILE = "config.json"
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"})
+# Files that decide which token an id is. Chat templates are not among them: gateways may have their own.
+TOKENIZER_FILES = ("added_tokens.json", "merges.txt", "tekken.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 # Weights for other programs, which vLLM does not read.
 OTHER_WEIGHT_SUFFIXES = frozenset({".h5", ".msgpack", ".onnx"})
 _MAX_CONFIG_BYTES = 4 << 20

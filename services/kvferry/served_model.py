@@ -9,10 +9,7 @@ import xxhash
 from kvferry.config import ClusterConfig
 from kvferry.engine.vllm.weights import has_weights, weights_named, weights_revision
 from kvferry.link.protocol import Identity, ServedModel
-from kvferry.model_folder import cache_folder
-
-# Files that decide which token an id is. Chat templates are not among them: gateways may have their own.
-_TOKENIZER_FILES = ("added_tokens.json", "merges.txt", "tekken.json", "tokenizer.json", "tokenizer.model", "vocab.json")
+from kvferry.model_folder import TOKENIZER_FILES, cache_folder
 
 
 def identity(config: ClusterConfig, model_folder: str) -> Identity:
@@ -38,7 +35,7 @@ def _served_model(config: ClusterConfig, model_folder: str) -> ServedModel:
 def _tokenizer_digest(folder: Path) -> str:
     """Return 32 hexadecimal digits; empty without any of the files."""
     digest = xxhash.xxh3_128()
-    names = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for name in names:
         digest.update(f"{name}\0{xxhash.xxh3_128_hexdigest((folder / name).read_bytes())}\0".encode())
     return digest.hexdigest() if names else ""

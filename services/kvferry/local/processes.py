@@ -152,12 +152,17 @@ def wait_gone(processes: Iterable[ProcessIdentity], *, timeout_s: float) -> bool
     return all(process.wait(deadline - time.monotonic()) for process in processes)
 
 
-def _is_marked(pid: int, marks: Marks) -> bool:
+def has_variable(pid: int, name: str, value: str) -> bool:
+    """Return whether a process began with this variable; False also where its environment cannot be read."""
     with contextlib.suppress(OSError):
         # Not psutil's `environ`: it ends at the first empty entry, which a process that sets its title leaves behind.
-        mark = f"{TOKEN_VARIABLE}={marks.token}".encode()
-        if marks.token and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            return True
+        return f"{name}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
+
+
+def _is_marked(pid: int, marks: Marks) -> bool:
+    if marks.token and has_variable(pid, TOKEN_VARIABLE, marks.token):
+        return True
     with contextlib.suppress(OSError):
         # Not psutil's `cwd`: of a path over 4096 bytes it raises an error that is none of its own.
         if _is_below(Path(f"/proc/{pid}/cwd").readlink(), (marks.work_folder,)):

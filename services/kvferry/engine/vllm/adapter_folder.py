@@ -20,13 +20,11 @@ from typing import Any, NoReturn
 
 from kvferry.config import AdapterConfig, AdaptersConfig
 from kvferry.errors import ConfigError
-from kvferry.model_folder import from_hub
+from kvferry.model_folder import TOKENIZER_FILES, from_hub
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
-# As served_model.py has them for models: files that decide which token an id is.
-_TOKENIZER_FILES = ("added_tokens.json", "merges.txt", "tekken.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 # What tokenizers write anew when they are saved, and ids do not depend on.
 _NOT_OF_THE_VOCABULARY = ("truncation", "padding")
 
@@ -202,7 +200,7 @@ def read_header(file: Path) -> dict[str, tuple[str, Shape]]:
 def _located(adapter: AdapterConfig, key: str) -> Path:
     if adapter.path.startswith("/"):
         return Path(adapter.path)
-    wanted = [CONFIG, WEIGHTS, *_TOKENIZER_FILES]
+    wanted = [CONFIG, WEIGHTS, *TOKENIZER_FILES]
     return from_hub(adapter.path, lambda _: None, only=wanted, revision=adapter.revision or None, key=key)
 
 
@@ -213,7 +211,7 @@ def _refuse_unserved_files(folder: Path, key: str, model_folder: Path) -> None:
         _refuse(key, folder, error.strerror or "it cannot be read")
     if WEIGHTS not in names and (pickle := next((name for name in _PICKLES if name in names), "")):
         _refuse(key, folder / pickle, f"a pickle can run code; save the adapter as {WEIGHTS}")
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         if name in names and _vocabulary(folder / name, key) != _vocabulary(model_folder / name, key):
             _refuse(
                 key,
