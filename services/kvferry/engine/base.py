@@ -366,8 +366,7 @@ class PagesStored:
     """Pages entered the prefix cache or a tier.
 
     `token_ids` has block_size ids per page; `parent_hash` is None at a prompt's start. `cache_salt` is the request's
-    `page_salt`. Pages from slower tiers come in
-    any order, with `route_keys` instead of tokens, size, parent and salt.
+    `page_salt`. Pages from slower tiers come in any order, with `route_keys` instead of tokens, size, parent and salt.
     """
 
     page_hashes: Sequence[int]

@@ -116,8 +116,9 @@ class Generation:
         """Make `n` requests per prompt. Unless `may_be_aggregated`, prefill workers compute the prompts.
 
         `cache_salt`, `wanted_s` (`TierHints`) and `deadline_s`, of `time.monotonic`, are the client's own; without the
-        last, `gateway.request_timeout_s` is the limit. Raises NoDecodeWorker
-        while no worker has the adapter.
+        last, `gateway.request_timeout_s` is the limit.
+
+        Raises NoDecodeWorker while no worker has the adapter.
         """
         if adapter:
             adapter = dispatcher.adapter_key(adapter, pool)

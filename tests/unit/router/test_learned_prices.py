@@ -9,29 +9,17 @@ import itertools
 import pytest
 
 from kvferry.engine.base import EngineDurations, EngineStats, PromptSources
-from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.membership.base import MemberId
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.placement import Candidate, PlacementRequest, Reason, RequestId
 from kvferry.router.placer import Decision, Placer
 from kvferry.router.policy import Measured, PricedPolicy
 from kvferry.router.rates import CostDefaults
+from support.candidates import candidate
 from support.virtual_fleet import Fleet
 
 PRIORS = CostDefaults()
 PAGE_MS = PRIORS.kv_transfer_page_ms
-
-
-def candidate(name: str, stats: EngineStats | None = None, reported_s: float = float("-inf")) -> Candidate:
-    member = Member(
-        kind=MemberKind.PREFILL,
-        member_id=MemberId(name),
-        address="127.0.0.1:1",
-        model="m",
-        version="0",
-        block_size=16,
-        kv_cache_dtype="auto",
-    )
-    return Candidate(member, stats or EngineStats(), reported_s)
 
 
 _numbers = itertools.count()

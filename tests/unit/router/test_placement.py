@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.membership.base import MemberId
 from kvferry.pages.exchange import ExchangeFields, exchange_digest
 from kvferry.router.placement import Candidate, Placement, Reason, RoundRobin, unpaired, why_unequal
+from support.candidates import candidate
 
 
-def candidate(name: str, *, block_size: int = 32, dtype: str = "float32", exchange: ExchangeFields = ()) -> Candidate:
-    return Candidate(
-        Member(
-            kind=MemberKind.PREFILL,
-            member_id=MemberId(name),
-            address="127.0.0.1:1",
-            model="model",
-            version="0",
-            block_size=block_size,
-            kv_cache_dtype=dtype,
-            exchange=exchange,
-            exchange_digest=exchange_digest(exchange) if exchange else "",
-        )
+def a_worker(name: str, *, block_size: int = 32, dtype: str = "float32", exchange: ExchangeFields = ()) -> Candidate:
+    digest = exchange_digest(exchange) if exchange else ""
+    return candidate(
+        name, block_size=block_size, kv_cache_dtype=dtype, exchange=exchange, exchange_digest=digest, model="model"
     )
 
 
 def test_nobody_decodes() -> None:
-    assert RoundRobin().place([candidate("p")], []) is None
+    assert RoundRobin().place([a_worker("p")], []) is None
 
 
 def test_without_a_prefill_worker_the_decode_worker_computes() -> None:
-    assert RoundRobin().place([], [candidate("d")]) == Placement(None, MemberId("d"), Reason.NO_PREFILL_WORKER)
+    assert RoundRobin().place([], [a_worker("d")]) == Placement(None, MemberId("d"), Reason.NO_PREFILL_WORKER)
 
 
 def test_both_roles_turn_over() -> None:
     policy = RoundRobin()
-    prefill, decode = [candidate("p0"), candidate("p1")], [candidate("d0"), candidate("d1"), candidate("d2")]
+    prefill, decode = [a_worker("p0"), a_worker("p1")], [a_worker("d0"), a_worker("d1"), a_worker("d2")]
     placed = [policy.place(prefill, decode) for _ in range(6)]
     assert [(p.prefill, p.decode) for p in placed if p] == [
         ("p0", "d0"),
@@ -46,10 +38,10 @@ def test_both_roles_turn_over() -> None:
 
 
 def test_unequal_pages_are_never_exchanged() -> None:
-    decode = [candidate("d")]
-    for other in (candidate("p", block_size=64), candidate("p", dtype="bfloat16")):
+    decode = [a_worker("d")]
+    for other in (a_worker("p", block_size=64), a_worker("p", dtype="bfloat16")):
         assert RoundRobin().place([other], decode) == Placement(None, MemberId("d"), Reason.UNEQUAL_PAGES)
-    mixed = [candidate("p0", block_size=64), candidate("p1")]
+    mixed = [a_worker("p0", block_size=64), a_worker("p1")]
     assert RoundRobin().place(mixed, decode) == Placement(MemberId("p1"), MemberId("d"), Reason.DISAGGREGATED)
 
 
@@ -57,19 +49,19 @@ SHORT, LONG = (("max_model_len", "4096"), ("weights", "a")), (("max_model_len", 
 
 
 def test_equal_shapes_are_not_enough() -> None:
-    placement = RoundRobin().place([candidate("p", exchange=SHORT)], [candidate("d", exchange=LONG)])
+    placement = RoundRobin().place([a_worker("p", exchange=SHORT)], [a_worker("d", exchange=LONG)])
     assert placement == Placement(None, MemberId("d"), Reason.UNEQUAL_PAGES)
 
 
 def test_a_difference_is_named() -> None:
-    short, long, silent = (candidate("w", exchange=fields).member for fields in (SHORT, LONG, ()))
+    short, long, silent = (a_worker("w", exchange=fields).member for fields in (SHORT, LONG, ()))
     assert why_unequal(short, long) == "max_model_len is 4096 and 8192"
     assert why_unequal(short, short) == why_unequal(silent, silent) == ""
     assert "does not say" in why_unequal(short, silent)
 
 
 def test_workers_without_a_partner_are_found() -> None:
-    short, long = candidate("short", exchange=SHORT).member, candidate("long", exchange=LONG).member
+    short, long = a_worker("short", exchange=SHORT).member, a_worker("long", exchange=LONG).member
     assert list(unpaired([short], [long])) == [(short, long), (long, short)]
     assert list(unpaired([short, long], [long])) == [(short, long)]
     assert not list(unpaired([short, long], [long, short]))

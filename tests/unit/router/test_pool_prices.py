@@ -6,29 +6,19 @@ import itertools
 
 import pytest
 
-from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.membership.base import MemberId, MemberKind
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.placement import Candidate, PlacementRequest, RequestId
 from kvferry.router.placer import Decision
 from kvferry.router.policy import Measured, PricedPolicy
 from kvferry.router.pricing import NO_VOLUMES
+from support.candidates import candidate
 
 _numbers = itertools.count()
 
 
 def worker(name: str, pool: str) -> Candidate:
-    return Candidate(
-        Member(
-            kind=MemberKind.DECODE,
-            member_id=MemberId(name),
-            address="127.0.0.1:1",
-            model="m",
-            version="0",
-            block_size=16,
-            kv_cache_dtype="auto",
-            pool=pool,
-        )
-    )
+    return candidate(name, kind=MemberKind.DECODE, pool=pool)
 
 
 def place(policy: PricedPolicy, *decode: Candidate) -> tuple[PlacementRequest, Decision]:

@@ -8,36 +8,21 @@ import random
 from collections.abc import Mapping, Sequence
 
 import pytest
-from msgspec import structs
 
 from kvferry.engine.base import Backlogs, EngineStats, RequestId, Turn
-from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.membership.base import MemberId
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.router.placement import Candidate, PlacementRequest, Reason
 from kvferry.router.placer import Decision, Placer
 from kvferry.router.pricing import NO_VOLUMES, VolumeCosts
 from kvferry.router.rates import CostDefaults
+from support.candidates import candidate
 
 BLOCK_SIZE = 16
 PRIORS = CostDefaults()
 
 _fresh = itertools.count()
-
-
-def candidate(
-    name: str, load: EngineStats | None = None, reported_s: float = float("-inf"), **facts: object
-) -> Candidate:
-    member = Member(
-        kind=MemberKind.PREFILL,
-        member_id=MemberId(name),
-        address="127.0.0.1:1",
-        model="m",
-        version="0",
-        block_size=BLOCK_SIZE,
-        kv_cache_dtype="auto",
-    )
-    return Candidate(structs.replace(member, **facts), load or EngineStats(), reported_s)
 
 
 def candidates(kind: str, num: int, load: EngineStats | None = None) -> list[Candidate]:
