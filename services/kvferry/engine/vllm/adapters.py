@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvferry.engine.vllm.adapter_folder import StagedAdapter
@@ -13,17 +14,23 @@ from kvferry.errors import EngineDead, EngineError, InvalidRequest
 
 log = logging.getLogger(__name__)
 
+# A load that failed may have failed for want of memory, or of a disk that answers.
+RETRY_AFTER_S = 60.0
+
 
 class Adapters:
     # Each is loaded before its first request: one that fails in a step of vLLM would end the engine. Later loads, of
     # adapters that have left vLLM's cache, read the same files.
 
-    def __init__(self, staged: Sequence[StagedAdapter], max_loaded: int) -> None:
+    def __init__(
+        self, staged: Sequence[StagedAdapter], max_loaded: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
         # vLLM knows adapters by numbers above 0, which are of one engine.
         self._numbered = {adapter.key: (number, adapter) for number, adapter in enumerate(staged, start=1)}
         self._max_loaded = max_loaded
-        self._tried: set[str] = set()
-        self._failed: set[str] = set()
+        self._now = now
+        self._shown: set[str] = set()  # loaded once
+        self._retry_at_s: dict[str, float] = {}  # those whose last load failed
         self._loaded: OrderedDict[str, None] = OrderedDict()  # least recently used first, as in vLLM's cache
         self._lock = asyncio.Lock()
 
@@ -42,7 +49,8 @@ class Adapters:
     async def lora_request(self, key: str, llm: Any) -> Any:
         """Return vLLM's LoRARequest, once the adapter is loaded.
 
-        Raises InvalidRequest for an unknown one, EngineError for one that vLLM refuses, and EngineDead.
+        Raises InvalidRequest for an unknown one, EngineError for one that vLLM refused in the last minute, and
+        EngineDead.
         """
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -52,9 +60,9 @@ class Adapters:
             raise InvalidRequest(f"this engine has no adapter {name[:64]!r} with the files that were asked for")
         number, adapter = self._numbered[key]
         request = LoRARequest(lora_name=key, lora_int_id=number, lora_path=str(adapter.folder))
-        if key not in self._tried:
+        if key not in self._shown:
             async with self._lock:
-                if key not in self._tried:
+                if key not in self._shown and self._now() >= self._retry_at_s.get(key, 0.0):
                     try:
                         await llm.add_lora(request)
                     except EngineDeadError:
@@ -62,10 +70,11 @@ class Adapters:
                     except Exception as error:
                         # vLLM raises errors of any kind, from another process.
                         log.error("the adapter %s cannot be loaded: %s", name, str(error)[:2000])
-                        self._failed.add(key)
-                    self._tried.add(key)
-        if key in self._failed:
-            raise EngineError(f"the adapter {name!r} cannot be loaded; the worker's log says why")
+                        self._retry_at_s[key] = self._now() + RETRY_AFTER_S
+                    else:
+                        self._shown.add(key)
+            if key not in self._shown:
+                raise EngineError(f"the adapter {name!r} cannot be loaded; the worker's log says why")
         self._note_used(key)
         return request
 
