@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from kvferry.client import AsyncClient, NotFound
+from kvferry.gateway.usage_log import read
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.link.protocol import ADAPTERS, FEATURES, Identity
 from kvferry.membership.base import MemberKind
@@ -92,6 +94,22 @@ async def test_an_unknown_adapter_is_not_found_and_what_is_served_is_named() -> 
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call()
                 assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_usage_records_name_the_adapter(tmp_path: Path) -> None:
+    folder = tmp_path / "usage"
+    in_records = {**IN_ETCD, "usage_dir": str(folder)}
+    async with running(1, 1, gateway=in_records, adapters=ADAPTERS_OF) as cluster, client(cluster) as http:
+        key = await key_of(cluster, "acme")
+        await settled(http, key)
+        for name in NAMES:
+            body = {"model": name, "prompt": "a b c", "max_tokens": 4}
+            assert (await http.post("/v1/completions", json=body, headers=bearer(key))).status_code == 200
+    bad: list[int] = []
+    records = list(read(folder, lambda _, number: bad.append(number)))
+    assert not bad
+    # Earlier ones waited for the key to be known.
+    assert [each.adapter for each in records][-3:] == ["", "sql", "poems"]
 
 
 async def test_both_clients_ask_for_adapters_by_name() -> None:

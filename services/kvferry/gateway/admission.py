@@ -355,6 +355,7 @@ class Admission:
             usage.completion_tokens,
             round(seconds, 4),
             claim.route.model.label if claim.route is not None else "",
+            claim.route.adapter if claim.route is not None else "",
         )
         self._metrics.tenants.note(record, first_token_s, gap_s)
         if claim.route is not None:

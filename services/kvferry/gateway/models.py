@@ -91,6 +91,7 @@ class Route:
     model: GatewayModel
     pool: str
     asked: str
+    adapter: str = ""
 
 
 @dataclass(slots=True)
@@ -229,7 +230,7 @@ class Models:
             if target is not entry and model.renderer is not None and self._has_workers(model.pool):
                 return Route(model, model.pool, asked)
         model = self._answering(entry)
-        return Route(model, pool if asked == DEFAULT_POOL else model.pool, asked)
+        return Route(model, pool if asked == DEFAULT_POOL else model.pool, asked, adapter)
 
     def _names(self, tenant: Tenant) -> Mapping[str, tuple[str, str]]:
         # Labels, and pools of the default model, by name. Each request asks, and they change with the models alone.

@@ -38,6 +38,7 @@ class UsageRecord(msgspec.Struct, frozen=True):
     generated_tokens: int
     seconds: float  # from its arrival
     model: str = ""  # that answered: an entry of `models`, or `default`; empty where none was chosen
+    adapter: str = ""  # of `adapters.served`; empty for the model itself
 
 
 class UsageLog:
