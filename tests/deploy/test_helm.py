@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from kvferry import __version__, model_folder
+from kvferry import config as configuration
 from support.chart import chart_rules, helm_check, newest_helm, one, write_values
 from support.kuberay_model import written_back
 
@@ -204,6 +205,12 @@ VOLUME = {"name": "nvme0", "capacityGiB": 10, "hostPath": "/mnt/nvme0"}
 TIER = {"tier": {"enabled": True, "volumes": [VOLUME]}}
 PREFILL_GPU = merged(GPU, {"roles": {"prefill": {"gpusPerWorker": 1}, "decode": {"gpusPerWorker": 1}}})
 
+ON_A_RAY_THAT_IS_THERE = merged(
+    at("ray", {"mode": "existing", "existing": {"dashboardAddress": "http://ray:8265"}}),
+    at("config.model.path", "/models/m"),
+    at("model.volume.claimName", "m"),
+    at("networkPolicy.rayFrom", [{"podSelector": {}}]),
+)
 WEIGHTS = merged(at("model.weights.enabled", True), at("config.model.revision", "v1"))
 ALERTS = [
     rule["alert"]
@@ -300,6 +307,14 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (at("image.registry", ""), "etcd.image.registry and image.registry are empty: etcd-development/etcd is in no"),
     (at("config.pools", {"finance": {}}), "pods for the default pool only, so theirs would never start"),
     (at("config.models", [{"name": "b"}]), "pods for the default model only, and RayService gives all deployments one"),
+    (
+        merged(ON_A_RAY_THAT_IS_THERE, at("config.models", [{"name": "b", "model": {"path": "acme/b"}}])),
+        'config.models[0].model.path is "acme/b": gateways read the tokenizer of each model below',
+    ),
+    (
+        merged(ON_A_RAY_THAT_IS_THERE, at("config.models", [{"name": "b"}])),
+        'config.models[0].model.path is "": gateways read',
+    ),
     (at("config.metrics.host", "auto"), "metrics"),
     (merged(WEIGHTS, at("config.model.path", "/models/m")), 'config.model.path is "/models/m": the volume is filled'),
     (merged(WEIGHTS, at("model.volume.claimName", "c")), "model.volume says where the model is: name one of them"),
@@ -1021,6 +1036,21 @@ def test_gateways_download_no_weights(tmp_path: Path, mode: str) -> None:
         assert found["decode"][len(found["decode"]) - len(revision) :] == revision
         assert "--exclude" not in found["decode"]
         assert found["gateway"] == [*found["decode"], *left_out]
+
+
+def test_a_ray_that_is_there_may_have_several_models_and_pools(tmp_path: Path) -> None:
+    entry = {"name": "small", "model": {"path": "/models/small"}, "decode": {"num_gpus": 1}}
+    pools = {"finance": {"decode": {"replicas": 1}}}
+    values = merged(ON_A_RAY_THAT_IS_THERE, at("config.models", [entry]), at("config.pools", pools))
+    rendered = newest_helm().documents(values=write_values(tmp_path, values))
+    text = one(rendered, "ConfigMap", "trial-config")["data"]["kvferry.yaml"]
+    config = configuration.parse(yaml.safe_load(text))
+    assert [each.model.path for each in config.models] == ["/models/small"]
+    assert list(config.pools) == ["finance"]
+    assert config.decode.replicas == 1, "the default model stays"
+    gateway = one(rendered, "Deployment", "trial-gateway")["spec"]["template"]["spec"]
+    (mount,) = (each for each in gateway["containers"][0]["volumeMounts"] if each["name"] == "model")
+    assert mount["mountPath"] == "/models"
 
 
 def test_an_uninstall_does_not_wait_for_a_ray_that_is_gone(tmp_path: Path) -> None:

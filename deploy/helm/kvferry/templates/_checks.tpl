@@ -67,11 +67,20 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- end -}}
 
+{{- if ne $v.ray.mode "existing" -}}
 {{- if $v.config.pools -}}
-{{- fail "config.pools names pools of workers: this chart makes pods for the default pool only, so theirs would never start. Deploy them with `python -m kvferry.app deploy`" -}}
+{{- fail "config.pools names pools of workers: this chart makes pods for the default pool only, so theirs would never start. Take a Ray cluster that has pods for them, with ray.mode: existing" -}}
 {{- end -}}
 {{- if $v.config.models -}}
-{{- fail "config.models names further models: this chart makes pods for the default model only, and RayService gives all deployments one version, so that a change of one model would restart those of all. Deploy them with `python -m kvferry.app deploy`, to a Ray cluster with pods for their workers" -}}
+{{- fail "config.models names further models: this chart makes pods for the default model only, and RayService gives all deployments one version, so that a change of one model would restart those of all. Take a Ray cluster that has pods for their workers, with ray.mode: existing" -}}
+{{- end -}}
+{{- end -}}
+{{- $mount := trimSuffix "/" $v.model.volume.mountPath -}}
+{{- range $index, $entry := $v.config.models -}}
+{{- $path := dig "model" "path" "" $entry -}}
+{{- if and (eq (dig "engine" "kind" "vllm" $v.config) "vllm") (not (hasPrefix (printf "%s/" $mount) $path)) -}}
+{{- fail (printf "config.models[%d].model.path is %q: gateways read the tokenizer of each model below model.volume.mountPath, %s" $index $path $mount) -}}
+{{- end -}}
 {{- end -}}
 
 {{- if and $v.tier.enabled (not $v.tier.volumes) (not $v.tier.cpuOnly) -}}
