@@ -214,6 +214,7 @@ def load(*, is_bad: bool, queued: int) -> list[dict[str, str]]:
         {"series": series, "values": values}
         for series, values in {
             "kvferry_ready": gauge(1, 0),
+            'kvferry_model_ready{model="default"}': gauge(1, 0),
             f"kvferry_worker_kv_pages{{{worker}}}": gauge(100, 100),
             f"kvferry_worker_kv_pages_used{{{worker}}}": gauge(50, 99),
             f"kvferry_worker_unpaired{{{worker}}}": gauge(0, 1),
