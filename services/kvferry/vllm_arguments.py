@@ -61,7 +61,8 @@ REFUSED: Mapping[str, str] = {
         "data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address "
         "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb "
         "data_parallel_backend elastic_ep_max_dp_size dp_sync_interval disable_nccl_for_dp_synchronization",
-        "each rank has pages of its own, and of a worker gateways see those of one: use replicas",
+        "each rank has pages of its own, and of a worker gateways see those of one: use replicas, which are the same "
+        "for models without experts; experts on several ranks were not shown (vLLM's CPU backend lacks the exchange)",
     ),
     **_each("logits_processors", "answers that another worker continues need kvferry's own"),
     **_each("structured_outputs_config", "gateways compile grammars with the same settings"),

@@ -128,3 +128,19 @@ def test_the_printed_command_line_is_one_that_vllm_parses() -> None:
     assert (parsed.seed, parsed.watermark, parsed.block_size) == (7, 0.5, 32)
     assert parsed.kv_transfer_config is not None
     assert "--watermark" not in command_line(config, "prefill")
+
+
+def test_vllm_has_no_ranks_of_data_parallel_to_show_on_a_cpu() -> None:
+    """Once it has, `data_parallel_size` need not be refused for models with experts."""
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    model = str(model_folder.resolve("default"))
+    ranks = {"data_parallel_size": 2, "data_parallel_rank": 0, "data_parallel_address": "127.0.0.1"}
+    with pytest.raises(ValueError, match="Non-MoE models do not support external data parallel mode"):
+        AsyncEngineArgs(model=model, **ranks).create_engine_config()
+    # Experts of several ranks exchange tokens with it.
+    assert CpuCommunicator.all_gatherv is DeviceCommunicatorBase.all_gatherv
+    with pytest.raises(NotImplementedError):
+        CpuCommunicator.all_gatherv(object(), [])
