@@ -1,6 +1,7 @@
 """The whole real stack on this machine: vLLM, NIXL, etcd and Ray Serve, started by the command and used over HTTP.
 
-One cluster serves all tests of this file, in order; the last one kills it.
+One cluster serves all tests of this file, in order; the last one kills it. Its decode engines speculate, so that an
+engine is killed among drafts. That answers are the same without them is shown in `tests/model/test_speculation.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ DEBUG = {"x-kvferry-debug": "disaggregate"}  # however short the prompt
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
     with a_machine("vllm") as machine:
-        up = machine.up("--set", "decode.replicas=2")
+        ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        drafts = f"decode.engine.args={json.dumps({'speculative_config': ngram})}"
+        up = machine.up("--set", "decode.replicas=2", "--set", drafts)
         assert up.returncode == 0, up.stdout + up.stderr
         assert "KV page" in up.stdout, up.stdout
         yield machine
@@ -66,6 +69,12 @@ async def busy_workers(gateway: httpx.AsyncClient) -> set[str]:
     families = text_string_to_metric_families((await gateway.get("/metrics")).text)
     (running,) = (family for family in families if family.name == "kvferry_worker_requests_running")
     return {sample.labels["worker"] for sample in running.samples if sample.value}
+
+
+def num_accepted_drafts(member: dict[str, Any]) -> float:
+    families = text_string_to_metric_families(httpx.get(f"http://{member['metrics_address']}/metrics", timeout=60).text)
+    (accepted,) = (family for family in families if family.name == "vllm:spec_decode_num_accepted_tokens")
+    return sum(sample.value for sample in accepted.samples if sample.name.endswith("_total"))
 
 
 def complete(machine: Machine, prompt: str, **more: Any) -> dict[str, Any]:
@@ -285,6 +294,7 @@ async def test_a_decode_engine_killed_mid_stream_changes_nothing_for_the_client(
     expected, usage = undisturbed["choices"][0]["text"], undisturbed["usage"]
     decode = await asyncio.to_thread(members, machine, "decode")
     assert len(decode) == 2
+    assert sum(map(num_accepted_drafts, decode.values())) > 0
 
     body = {"model": MODEL, "prompt": prompt, "stream": True, "stream_options": {"include_usage": True}, **values}
     events: list[dict[str, Any]] = []
