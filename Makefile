@@ -44,7 +44,7 @@ status: $(STAMP) ## Show its members, roles and load
 	@$(BIN)/kvferry status $(ARGS)
 
 test: $(STAMP) ## Run all tests, with real models, etcd and clusters, in JOBS processes
-	@$(BIN)/pytest -n $(JOBS) --durations 10 $(ARGS)
+	@$(BIN)/pytest -n $(JOBS) --durations 40 $(ARGS)
 
 test-fast: $(STAMP) ## Run the tests that need neither a model nor a cluster
 	@$(BIN)/pytest -n $(JOBS) -m "not model and not cluster" $(ARGS)

@@ -1,8 +1,9 @@
 """Fixtures and settings of all tests.
 
 `make test` runs tests in several processes (pytest-xdist). Tests with real engines are one group, so that one process
-runs them all and at most one prefill and one decode engine exist at a time. Tests that start a whole
-local cluster with simulated engines are a second group.
+runs them all and at most one prefill and one decode engine exist at a time. Tests that need vLLM and start no engine
+are a second group, since each process takes half a minute to import it; tests that start a whole local cluster with
+simulated engines are a third.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ _ENGINE_TESTS = (
     "tests/cluster/test_real_tenants.py",
     "tests/deploy/test_ray.py::test_real_engines_answer_over_both_protocols",
 )
+_VLLM_TESTS = (
+    "tests/model/seams/",
+    "tests/model/test_plain_prompts.py",
+    "tests/model/test_vllm_parsing.py",
+)
 _RAY_TESTS = (
     "tests/cluster/test_local_cluster.py",
     "tests/cluster/test_keepers.py",
@@ -48,6 +54,8 @@ _RAY_TESTS = (
 
 def _scope_of(nodeid: str) -> str:
     """Return the group of tests that one process runs in order; every other test is a group of its own."""
+    if nodeid.startswith(_VLLM_TESTS):
+        return "vllm"
     if nodeid.startswith(_ENGINE_TESTS) or "vllm" in nodeid.partition("[")[2]:
         return "engines"
     return "ray" if nodeid.startswith(_RAY_TESTS) else nodeid
@@ -67,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         scope = _scope_of(item.nodeid)
-        if item.get_closest_marker("model") is not None and scope != "engines":
+        if item.get_closest_marker("model") is not None and scope not in ("engines", "vllm"):
             raise pytest.UsageError(f"{item.nodeid} starts real engines: add it to _ENGINE_TESTS of tests/conftest.py")
         if item.get_closest_marker("cluster") is not None and scope == item.nodeid:
             raise pytest.UsageError(f"{item.nodeid} starts engines or Ray: add its file to tests/conftest.py")
