@@ -37,8 +37,12 @@ def require_local_page(headers: Headers, allowed_hosts: Sequence[str]) -> None:
 
 def require_one_host(headers: Headers) -> None:
     """Raises InvalidRequest for several `Host` lines, of which every reader may choose another."""
-    if sum(name == b"host" for name, _ in headers) > 1:
-        raise InvalidRequest("more than one host header")
+    is_seen = False
+    for name, _ in headers:
+        if name == b"host":
+            if is_seen:
+                raise InvalidRequest("more than one host header")
+            is_seen = True
 
 
 def require_json(headers: Headers) -> None:

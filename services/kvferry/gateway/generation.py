@@ -146,7 +146,8 @@ class Generation:
         self._timeouts = timeouts
         self._started_s = time.perf_counter()
         self._first_token_s: float | None = None
-        self._usage: Usage | None = None  # once all choices have ended
+        self._usage: Usage | None = None  # once all choices have ended, as the next
+        self._token_gap_s: float | None = None
 
     async def run(self, sinks: Sequence[Sink]) -> None:
         """Run all choices at once; the first failure ends the answer.
@@ -171,7 +172,9 @@ class Generation:
 
     @property
     def token_gap_s(self) -> float | None:
-        """Mean, up to now."""
+        """Mean, up to now or to the answer's end."""
+        if self._usage is not None:
+            return self._token_gap_s
         num_after_first = max(choice.num_tokens for choice in self.choices) - 1
         if self._first_token_s is None or num_after_first <= 0:
             return None
@@ -223,10 +226,11 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _settle(self) -> None:
-        usage = self._usage = self.usage()
+        usage, gap_s = self.usage(), self.token_gap_s
+        self._usage, self._token_gap_s = usage, gap_s
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.generated_tokens.inc(usage.completion_tokens)
-        if (gap_s := self.token_gap_s) is not None:
+        if gap_s is not None:
             self._metrics.inter_token.observe(gap_s)
         if self._trace is not None:
             self._trace.answered(

@@ -63,7 +63,7 @@ class GatewayModel:
 
     def require_supported(self, prompts: Iterable[RenderedPrompt], pool: str) -> None:
         """Raises InvalidRequest for sampling parameters that the pool's decode engines would refuse."""
-        if entry_of(pool) not in self._speculating:
+        if not self._speculating or entry_of(pool) not in self._speculating:
             return
         for prompt in prompts:
             sampling = prompt.sampling

@@ -227,14 +227,16 @@ class RatePool:
 
     def advance(self, now_s: float) -> bool:
         """Count a placement. Return whether it is time for `refresh`."""
-        elapsed_s = 0.0 if self._now_s is None else max(0.0, now_s - self._now_s)
-        self._now_s = now_s
-        placement_age = 1.0 / (_STALE_PLACEMENTS + _STALE_SHARE * len(self._workers))
+        before_s, self._now_s = self._now_s, now_s
+        elapsed_s = now_s - before_s if before_s is not None and now_s > before_s else 0.0
+        num_workers = len(self._workers)
+        placement_age = 1.0 / (_STALE_PLACEMENTS + _STALE_SHARE * num_workers)
         self._placement_age += placement_age
         self.age += elapsed_s / _STALE_S + placement_age
         self._num_placements += 1
         # So that refreshing takes the same part of a placement in small and large fleets.
-        return not self._num_placements % max(_REFRESH_EVERY, 2 * len(self._workers)) or elapsed_s >= 1.0
+        refresh_every = 2 * num_workers if num_workers > _REFRESH_EVERY // 2 else _REFRESH_EVERY
+        return not self._num_placements % refresh_every or elapsed_s >= 1.0
 
     def refresh(self) -> Collection[str]:
         """Update the typical rates. Return the workers whose rates are others now, in O(workers observed)."""

@@ -130,8 +130,10 @@ class WorkerCosts:
             return
         if stats.prompt_tokens is not self.prompt_tokens:
             self._learn_computed_share(stats.prompt_tokens)
-        num_tokens = max(0, stats.queued_prompt_tokens - account.prompt_tokens_at(candidate.reported_s))
-        self.foreign_ms, self.foreign_ms_per_token = num_tokens * self.computed_share * self.ms_per_token, 0.0
+        self.foreign_ms = self.foreign_ms_per_token = 0.0
+        if stats.queued_prompt_tokens:
+            num_tokens = max(0, stats.queued_prompt_tokens - account.prompt_tokens_at(candidate.reported_s))
+            self.foreign_ms = num_tokens * self.computed_share * self.ms_per_token
 
     def _price_turns(self, stats: EngineStats) -> None:
         if stats.backlogs is None:
