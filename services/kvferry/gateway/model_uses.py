@@ -26,9 +26,10 @@ class ModelUses:
         self._use_of(asked, record.model).add(record, first_token_s, gap_s)
 
     def _use_of(self, *pair: str) -> TenantUse:
-        if pair not in self._by_pair and len(self._by_pair) >= MAX_PAIRS:
-            pair = (OTHER, OTHER)
-        return self._by_pair.setdefault(pair, TenantUse())
+        use = self._by_pair.get(pair)
+        if use is None:
+            use = self._by_pair.setdefault(pair if len(self._by_pair) < MAX_PAIRS else (OTHER, OTHER), TenantUse())
+        return use
 
     def readings(self) -> Iterator[Reading]:
         ready = self.read_ready()

@@ -107,6 +107,8 @@ class RoomQueue:
 
     def num_before(self, turn: Turn | None) -> int:
         """Return how many requests try before a new one of the tenant."""
+        if not (self._resumed or self._lines):
+            return 0
         tenant = _tenant_of(turn)
         return len(self._resumed.get(tenant, ())) + len(self._lines.get(tenant, ()))
 
