@@ -64,6 +64,11 @@ REFUSED: Mapping[str, str] = {
         "each rank has pages of its own, and of a worker gateways see those of one: use replicas, which are the same "
         "for models without experts; experts on several ranks were not shown (vLLM's CPU backend lacks the exchange)",
     ),
+    **_each(
+        "nnodes node_rank master_addr master_port distributed_executor_backend ray_workers_use_nsight",
+        "all ranks of a worker's engine are processes of its node",
+    ),
+    "pipeline_parallel_size": "vLLM's NIXL connector has no decode engine of several stages",
     **_each("logits_processors", "answers that another worker continues need kvferry's own"),
     **_each("structured_outputs_config", "gateways compile grammars with the same settings"),
     **_each("additional_config", "vLLM's processes find values of the exchange digest in it"),
@@ -116,11 +121,10 @@ FREE: Mapping[str, str] = {
 
 UNPROVEN: Mapping[str, str] = {
     **_each(
-        "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend "
-        "dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size distributed_executor_backend "
-        "master_addr master_port nnodes node_rank device_ids enable_expert_parallel enable_ep_weight_filter "
-        "enable_elastic_ep enable_eplb eplb_config expert_placement_strategy all2all_backend enable_hc_sp "
-        "enable_batch_sharded_sampling ray_workers_use_nsight",
+        "prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend "
+        "dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size device_ids enable_expert_parallel "
+        "enable_ep_weight_filter enable_elastic_ep enable_eplb eplb_config expert_placement_strategy all2all_backend "
+        "enable_hc_sp enable_batch_sharded_sampling",
         "parallelism beside tensor parallelism on one node",
     ),
     **_each(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
@@ -140,7 +141,22 @@ def test_vllm_has_no_ranks_of_data_parallel_to_show_on_a_cpu() -> None:
     ranks = {"data_parallel_size": 2, "data_parallel_rank": 0, "data_parallel_address": "127.0.0.1"}
     with pytest.raises(ValueError, match="Non-MoE models do not support external data parallel mode"):
         AsyncEngineArgs(model=model, **ranks).create_engine_config()
-    # Experts of several ranks exchange tokens with it.
+    # Experts of several ranks exchange their tokens with it.
     assert CpuCommunicator.all_gatherv is DeviceCommunicatorBase.all_gatherv
     with pytest.raises(NotImplementedError):
         CpuCommunicator.all_gatherv(object(), [])
+
+
+def test_vllms_connector_has_no_decode_engine_of_several_stages() -> None:
+    """Once it has, `pipeline_parallel_size` can be shown."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+
+    source = " ".join(inspect.getsource(NixlBaseConnectorWorker.__init__).split())
+    assert 'kv_role == "kv_consumer": raise NotImplementedError( "NixlPushConnector consumer (decode)' in source
+
+
+def test_vllm_has_no_engines_over_nodes_on_a_cpu() -> None:
+    """Its executors over nodes are Ray's; once CPUs have one, `distributed_executor_backend: ray` can be shown."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    assert CpuPlatform.ray_device_key == ""
