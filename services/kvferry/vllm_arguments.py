@@ -206,6 +206,7 @@ REASONS: Mapping[str, str] = {name: reason for table in _TABLES.values() for nam
 
 SPECULATION = "speculative_config"
 MAX_DRAFT_TOKENS = 16  # of one step
+MAX_NGRAM_TOKENS = 1024  # vLLM makes an array of as many for each request and step
 # Of vLLM's keys. Drafts are tokens that followed the same n-gram earlier in the request: no model makes them, and there
 # are no pages beside the model's own.
 _NGRAM_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
@@ -220,6 +221,10 @@ def why_no_ngrams(value: object) -> str:
     num_tokens = value.get("num_speculative_tokens")
     if type(num_tokens) is not int or not 1 <= num_tokens <= MAX_DRAFT_TOKENS:
         return f"num_speculative_tokens: expected a whole number from 1 to {MAX_DRAFT_TOKENS}"
+    for key in ("prompt_lookup_min", "prompt_lookup_max"):
+        length = value.get(key, 1)
+        if type(length) is not int or not 1 <= length <= MAX_NGRAM_TOKENS:
+            return f"{key}: expected a whole number from 1 to {MAX_NGRAM_TOKENS}"
     return ""
 
 
