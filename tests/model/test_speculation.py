@@ -134,6 +134,21 @@ async def test_parameters_of_sampling_mean_the_same(pair: VllmPair, change: dict
         assert drafts[-1].stop_reason == plain[-1].stop_reason
 
 
+async def test_min_tokens_that_end_among_drafts_let_an_answer_end_where_it_would(pair: VllmPair) -> None:
+    prompt = pair.tokenize(TEXTS[1])
+    plain, _ = await answer(pair.prefill, request("p-whole", prompt, structs.replace(GREEDY, max_tokens=32)))
+
+    async def compare(num: int) -> None:
+        sampling = structs.replace(
+            GREEDY, max_tokens=48, min_tokens=num, stop_token_ids=(plain[num],), ignore_eos=False
+        )
+        expected, last = await answer(pair.prefill, request(f"p-min-{num}", prompt, sampling))
+        found, end = await answer(pair.decode, request(f"d-min-{num}", prompt, sampling))
+        assert (found, end.finish_reason) == (expected, last.finish_reason), num
+
+    await asyncio.gather(*(compare(num) for num in range(4, 30)))
+
+
 async def test_log_probabilities_belong_to_their_tokens(pair: VllmPair) -> None:
     sampling = structs.replace(GREEDY, max_tokens=40, logprobs=2)
     prompt = pair.tokenize(TEXTS[0])
