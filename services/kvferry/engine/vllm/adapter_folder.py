@@ -48,6 +48,7 @@ _REFUSED_FEATURES = (
 _PATTERN_KEY = re.compile(r"[A-Za-z0-9_.]{1,200}")
 _MAX_PATTERNS = 4096
 _MAX_ALPHA = 1e6
+_MAX_WEIGHT = 65_504
 
 Shape = tuple[int, ...]
 
@@ -90,6 +91,7 @@ def stage(adapters: AdaptersConfig, model_folder: Path, into: Path) -> list[Stag
             base = _shapes_of_model(model_folder)
         with _naming(key, source / WEIGHTS):
             check_shapes(read_header(folder / WEIGHTS), ranks, base)
+            check_values(folder / WEIGHTS)
         staged.append(StagedAdapter(name, digest.hexdigest()[:32], folder))
     return staged
 
@@ -164,6 +166,20 @@ def check_shapes(tensors: Mapping[str, tuple[str, Shape]], ranks: Ranks, base: M
                     f"{module[:200]}.lora_{side} has shape {shapes[side]}; the model and the rank {rank} need "
                     f"{expected[side]}"
                 )
+
+
+def check_values(file: Path) -> None:
+    """Raise ValueError for a weight that is infinite, no number, or more than half precision can hold."""
+    # KV pages with NaN spoil answers of others: a kernel multiplies what an earlier request has left in a page by 0.
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                if not bool((tensors.get_tensor(name).abs() <= _MAX_WEIGHT).all()):
+                    raise ValueError(f"{name[:200]} has a value that is no number, or above {_MAX_WEIGHT}")
+    except SafetensorError as error:
+        raise ValueError(f"safetensors cannot read it: {str(error)[:200]}") from None
 
 
 def read_header(file: Path) -> dict[str, tuple[str, Shape]]:

@@ -223,6 +223,14 @@ def test_headers_that_safetensors_refuses_are_refused(
     refused(tmp_path, adapter / WEIGHTS, words)
 
 
+def test_what_safetensors_alone_refuses_is_refused(tmp_path: Path, model: Path, adapter: Path) -> None:
+    entry = '{"dtype": "F32", "dtype": "F32", "shape": %s, "data_offsets": %s}'
+    a, b = entry % ("[4, 16]", "[0, 256]"), entry % ("[24, 4]", "[256, 640]")
+    encoded = f'{{"{Q}.lora_A.weight": {a}, "{Q}.lora_B.weight": {b}}}'.encode()
+    (adapter / WEIGHTS).write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(640))
+    refused(tmp_path, adapter / WEIGHTS, "safetensors cannot read it")
+
+
 def test_types_that_are_no_floats_are_refused(tmp_path: Path, model: Path, adapter: Path) -> None:
     write_tensors(adapter / WEIGHTS, PLAIN, dtype="I32")
     refused(tmp_path, adapter / WEIGHTS, "has type I32")
@@ -247,6 +255,16 @@ def test_a_tokenizer_of_its_own_is_refused(tmp_path: Path, model: Path, adapter:
         (adapter / file).write_text(content)
         refused(tmp_path, adapter / file, "a tokenizer or tokens of their own are not served")
         (adapter / file).unlink()
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("fill", [0xFF, 0x7F])
+def test_weights_that_are_no_numbers_are_refused(
+    tmp_path: Path, model: Path, adapter: Path, dtype: str, fill: int
+) -> None:
+    """Of bytes 0xFF all are NaN; of 0x7F they are, or are as large as these types can hold."""
+    write_tensors(adapter / WEIGHTS, PLAIN, dtype=dtype, fill=fill)
+    refused(tmp_path, adapter / WEIGHTS, "has a value that is no number, or above 65504")
 
 
 @pytest.mark.timeout(30)
