@@ -812,6 +812,12 @@ class ClusterConfig(_Section):
         names = {self.served_name, *self._further_names().values(), *(entry.name for entry in self.models)}
         if clash := sorted(names & self.adapters.served.keys()):
             raise ValueError(f"adapters.served.{clash[0]}: {clash[0]!r} is the name of a model")
+        # An adapter may be asked for as MODEL:NAME, by each name of the default model.
+        of_default = {self.served_name, *self.model.aliases, *(pool.served_name for pool in self.pools.values())}
+        for name in sorted(names):
+            model, colon, adapter = name.rpartition(":")
+            if colon and adapter in self.adapters.served and model in of_default:
+                raise ValueError(f"adapters.served.{adapter}: {name!r}, as it may be asked for, is the name of a model")
         engines = [self.engine_of(role, pool) for pool in ("", *self.pools) for role in ROLES]
         ranks = max(engine.tensor_parallel_size for engine in engines)
         if self.engine.kind == "vllm" and ranks > 1:
