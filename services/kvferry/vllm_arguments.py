@@ -205,6 +205,7 @@ REASONS: Mapping[str, str] = {name: reason for table in _TABLES.values() for nam
 
 
 SPECULATION = "speculative_config"
+_SPECULATION_IN_PARTS = ("spec_method", "spec_model", "spec_tokens")
 MAX_DRAFT_TOKENS = 16  # of one step
 MAX_NGRAM_TOKENS = 1024  # vLLM makes an array of as many for each request and step
 # Of vLLM's keys. Drafts are tokens that followed the same n-gram earlier in the request: no model makes them, and there
@@ -230,7 +231,7 @@ def why_no_ngrams(value: object) -> str:
 
 def speculates(args: Mapping[str, object]) -> bool:
     """Return whether engines with these arguments check drafts of several tokens in one step."""
-    return SPECULATION in args
+    return any(name in args for name in (SPECULATION, *_SPECULATION_IN_PARTS))
 
 
 def why_refused(name: str, value: object, *, role: str, unproven: Collection[str]) -> str:
