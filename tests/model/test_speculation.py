@@ -171,6 +171,20 @@ async def test_a_seed_gives_its_answer_again(pair: VllmPair) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_seed_means_the_same_however_a_prompt_is_cut(pair: VllmPair, role: str) -> None:
+    """Of 600 tokens, 256 at once; beside others, fewer. Without drafts, whose number depends on others too."""
+    engine, seeded = getattr(pair, role), random.Random(7)
+    prompts = [[seeded.randrange(10, 40_000) for _ in range(600)] for _ in range(3)]
+    sampling = Sampling(max_tokens=8, temperature=1.0, seed=5, ignore_eos=True)
+
+    async def ask(name: str, i: int) -> list[int]:
+        return (await answer(engine, request(f"{name}-{role}-{i}", prompts[i], sampling)))[0]
+
+    alone = [await ask("alone", i) for i in range(3)]
+    assert await asyncio.gather(*(ask("together", i) for i in range(3))) == alone
+
+
 async def test_sampled_answers_have_the_same_distribution(pair: VllmPair) -> None:
     """Drafts are accepted or replaced by chance, so that answers are drawn as without them."""
     allowed = [pair.tokenize(word)[0] for word in (" one", " two", " three")]
