@@ -24,9 +24,9 @@ from bench.gpu_check.gpus import NoGpu, gpus_here  # noqa: E402
 
 def main(arguments: list[str]) -> int:
     begun_s = time.monotonic()
-    program = ["-m", "bench.gpu_check", *arguments]
+    module = ["-m", "bench.gpu_check"]
     if NEEDS_NO_DEVICE & set(arguments):
-        return _become(_first_python(), program)
+        return _become(_first_python(), [*module, *arguments])
     try:
         found = gpus_here()
     except NoGpu as error:
@@ -36,9 +36,9 @@ def main(arguments: list[str]) -> int:
     command = [sys.executable, str(ROOT / "tools" / "setup_environment.py"), "--engine", "gpu", "--venv", str(VENV)]
     if subprocess.run(command, cwd=ROOT, check=False).returncode:
         return 1
-    if "--limit" not in arguments:
-        program += ["--limit", f"{_left_s(time.monotonic() - begun_s):.0f}"]
-    return _become(VENV / "bin" / "python", program)
+    # The last one counts: that of the arguments, in whatever form.
+    limit = ["--limit", f"{_left_s(time.monotonic() - begun_s):.0f}"]
+    return _become(VENV / "bin" / "python", [*module, *limit, *arguments])
 
 
 def _become(python: Path, program: list[str]) -> NoReturn:

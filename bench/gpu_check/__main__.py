@@ -23,6 +23,7 @@ from bench.gpu_check.gpus import NoGpu, gpus_here
 from bench.gpu_check.parts import PARTS, TOTAL_LIMIT_S, Part, why_skipped
 
 OUT = Path("loadtest-results/gpu-check")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _say(line: str) -> None:
@@ -31,6 +32,9 @@ def _say(line: str) -> None:
 
 def _stop(number: int, frame: object) -> NoReturn:
     """As Ctrl-C: the part that runs is ended with all that it started."""
+    for each in _SIGNALS:
+        # A second one would end what ends the part, and leave its processes behind.
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -101,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.dry_run:
         return _dry_run(parts)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _SIGNALS:
         signal.signal(number, _stop)
     try:
         return _run(parts, options.out.absolute(), options.limit)

@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.gpu_check.parts import Part
 
+RESULTS = "tests.xml"
 MAX_REASON_CHARS = 600
 _MAX_LOG_BYTES = 1 << 20
 _MAX_TESTS_NAMED = 8
@@ -53,7 +54,7 @@ def figures_of(part: Part, out: Path) -> dict[str, Any]:
 def _tests(out: Path) -> list[tuple[str, str, str]] | None:
     """Return name, result and reason of each test; None without a file of results."""
     try:
-        root = ElementTree.parse(out / "tests.xml").getroot()
+        root = ElementTree.parse(out / RESULTS).getroot()
     except (OSError, ElementTree.ParseError):
         return None
     return list(_cases(root))

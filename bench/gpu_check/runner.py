@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import psutil
 
-from bench.gpu_check.outcomes import figures_of, why_failed, why_nothing_shown
+from bench.gpu_check.outcomes import RESULTS, figures_of, why_failed, why_nothing_shown
 from bench.gpu_check.parts import Part
 from kvferry.local.processes import has_variable
 
@@ -89,6 +89,7 @@ def run_part(
 ) -> Outcome:
     """Run one part; its output goes to `out`/log.txt. KeyboardInterrupt ends it and passes on."""
     out.mkdir(parents=True, exist_ok=True)
+    (out / RESULTS).unlink(missing_ok=True)  # of an earlier run: this one may end before it writes any
     log, token = out / "log.txt", secrets.token_hex(16)
     command = [python, *part.arguments(str(out))]
     outcome = Outcome(part.name, part.proves, "failed", command=" ".join(part.command), log=f"{part.name}/log.txt")

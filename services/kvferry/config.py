@@ -812,6 +812,12 @@ class ClusterConfig(_Section):
         names = {self.served_name, *self._further_names().values(), *(entry.name for entry in self.models)}
         if clash := sorted(names & self.adapters.served.keys()):
             raise ValueError(f"adapters.served.{clash[0]}: {clash[0]!r} is the name of a model")
+        # An adapter may be asked for as MODEL:NAME, by each name of the default model.
+        of_default = {self.served_name, *self.model.aliases, *(pool.served_name for pool in self.pools.values())}
+        for name in sorted(names):
+            model, colon, adapter = name.rpartition(":")
+            if colon and adapter in self.adapters.served and model in of_default:
+                raise ValueError(f"adapters.served.{adapter}: {name!r}, as it may be asked for, is the name of a model")
         engines = [self.engine_of(role, pool) for pool in ("", *self.pools) for role in ROLES]
         ranks = max(engine.tensor_parallel_size for engine in engines)
         if self.engine.kind == "vllm" and ranks > 1:
@@ -1019,7 +1025,10 @@ def load(
     """
     merged: dict[str, Any] = {}
     if file is not None:
-        _merge(merged, _read_yaml(file), source=str(file))
+        try:
+            _merge(merged, _read_yaml(file), source=str(file))
+        except RecursionError:
+            raise ConfigError(f"{file}: a section contains itself") from None
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX):
             path = name.removeprefix(ENV_PREFIX).lower().split("__")
@@ -1057,6 +1066,10 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: {error.strerror}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:  # bytes that are no UTF-8, a date of no calendar
+        raise ConfigError(f"{file}: not YAML: {str(error)[:200]}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: it is nested too deeply") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -1075,7 +1088,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any], *, source: str) -> None
 def _put(into: dict[str, Any], path: Sequence[str], text: str, *, source: str) -> None:
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         value = text
     here = into
     for part in path[:-1]:

@@ -210,7 +210,9 @@ REASONS: Mapping[str, str] = {name: reason for table in _TABLES.values() for nam
 
 
 SPECULATION = "speculative_config"
+_SPECULATION_IN_PARTS = ("spec_method", "spec_model", "spec_tokens")
 MAX_DRAFT_TOKENS = 16  # of one step
+MAX_NGRAM_TOKENS = 1024  # vLLM makes an array of as many for each request and step
 # Of vLLM's keys. Drafts are tokens that followed the same n-gram earlier in the request: no model makes them, and there
 # are no pages beside the model's own.
 _NGRAM_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
@@ -225,12 +227,16 @@ def why_no_ngrams(value: object) -> str:
     num_tokens = value.get("num_speculative_tokens")
     if type(num_tokens) is not int or not 1 <= num_tokens <= MAX_DRAFT_TOKENS:
         return f"num_speculative_tokens: expected a whole number from 1 to {MAX_DRAFT_TOKENS}"
+    for key in ("prompt_lookup_min", "prompt_lookup_max"):
+        length = value.get(key, 1)
+        if type(length) is not int or not 1 <= length <= MAX_NGRAM_TOKENS:
+            return f"{key}: expected a whole number from 1 to {MAX_NGRAM_TOKENS}"
     return ""
 
 
 def speculates(args: Mapping[str, object]) -> bool:
     """Return whether engines with these arguments check drafts of several tokens in one step."""
-    return SPECULATION in args
+    return any(name in args for name in (SPECULATION, *_SPECULATION_IN_PARTS))
 
 
 def why_refused(name: str, value: object, *, role: str, unproven: Collection[str]) -> str:
@@ -277,9 +283,8 @@ _VARIABLES_OF_KEYS: Mapping[str, str] = {
     "VLLM_API_KEY": "gateway.keys_file",
 }
 FREE_VARIABLES = (
-    "VLLM_CACHE_ROOT", "VLLM_CONFIGURE_LOGGING", "VLLM_CONFIG_ROOT", "VLLM_ENGINE_ITERATION_TIMEOUT_S",
-    "VLLM_LOGGING_COLOR", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_PREFIX", "VLLM_LOG_STATS_INTERVAL",
-    "VLLM_RINGBUFFER_WARNING_INTERVAL", "VLLM_RPC_TIMEOUT",
+    "VLLM_CACHE_ROOT", "VLLM_CONFIGURE_LOGGING", "VLLM_CONFIG_ROOT", "VLLM_LOGGING_COLOR", "VLLM_LOGGING_LEVEL",
+    "VLLM_LOGGING_PREFIX", "VLLM_LOG_STATS_INTERVAL", "VLLM_RINGBUFFER_WARNING_INTERVAL",
 )  # fmt: skip
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "_KEY")
 

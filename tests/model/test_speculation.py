@@ -134,6 +134,21 @@ async def test_parameters_of_sampling_mean_the_same(pair: VllmPair, change: dict
         assert drafts[-1].stop_reason == plain[-1].stop_reason
 
 
+async def test_min_tokens_that_end_among_drafts_let_an_answer_end_where_it_would(pair: VllmPair) -> None:
+    prompt = pair.tokenize(TEXTS[1])
+    plain, _ = await answer(pair.prefill, request("p-whole", prompt, structs.replace(GREEDY, max_tokens=32)))
+
+    async def compare(num: int) -> None:
+        sampling = structs.replace(
+            GREEDY, max_tokens=48, min_tokens=num, stop_token_ids=(plain[num],), ignore_eos=False
+        )
+        expected, last = await answer(pair.prefill, request(f"p-min-{num}", prompt, sampling))
+        found, end = await answer(pair.decode, request(f"d-min-{num}", prompt, sampling))
+        assert (found, end.finish_reason) == (expected, last.finish_reason), num
+
+    await asyncio.gather(*(compare(num) for num in range(4, 30)))
+
+
 async def test_log_probabilities_belong_to_their_tokens(pair: VllmPair) -> None:
     sampling = structs.replace(GREEDY, max_tokens=40, logprobs=2)
     prompt = pair.tokenize(TEXTS[0])
@@ -154,6 +169,20 @@ async def test_a_seed_gives_its_answer_again(pair: VllmPair) -> None:
         sampling = Sampling(max_tokens=32, temperature=1.2, seed=seed, ignore_eos=True)
         drawn.append(tokens_of(await outputs_of(pair, request(f"seed-{i}", prompt, sampling))))
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_seed_means_the_same_however_a_prompt_is_cut(pair: VllmPair, role: str) -> None:
+    """Of 600 tokens, 256 at once; beside others, fewer. Without drafts, whose number depends on others too."""
+    engine, seeded = getattr(pair, role), random.Random(7)
+    prompts = [[seeded.randrange(10, 40_000) for _ in range(600)] for _ in range(3)]
+    sampling = Sampling(max_tokens=8, temperature=1.0, seed=5, ignore_eos=True)
+
+    async def ask(name: str, i: int) -> list[int]:
+        return (await answer(engine, request(f"{name}-{role}-{i}", prompts[i], sampling)))[0]
+
+    alone = [await ask("alone", i) for i in range(3)]
+    assert await asyncio.gather(*(ask("together", i) for i in range(3))) == alone
 
 
 async def test_sampled_answers_have_the_same_distribution(pair: VllmPair) -> None:

@@ -55,6 +55,21 @@ def test_what_cannot_be_served_is_refused_by_name(adapters: dict[str, Any], word
     assert len(caught.value.message) < 6000
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"models": [{"name": "second", "model": {"aliases": ["m:sql"]}}]},
+        {"models": [{"name": "second"}], "pools": {"p": {"served_name": "m:sql"}}},
+        {"models": [{"name": "second", "model": {"served_name": "n:sql"}}], "pools": {"p": {"served_name": "n"}}},
+    ],
+)
+def test_a_model_has_no_name_by_which_an_adapter_is_asked_for(sections: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"adapters\.served\.sql: '[mn]:sql', as it may be asked for"):
+        parsed({"served": {"sql": {"path": "/a"}}}, **sections)
+    assert parsed({"served": {"other": {"path": "/a"}}}, **sections)
+    assert parsed({"served": {"sql": {"path": "/a"}}}, models=[{"name": "b", "model": {"aliases": ["b:sql"]}}])
+
+
 def test_the_limit_of_adapters_is_allowed() -> None:
     served = {f"{i:064}": {"path": "/a"} for i in range(MAX_ADAPTERS)}
     assert len(parsed({"served": served}).adapters.served) == MAX_ADAPTERS
@@ -100,3 +115,7 @@ def test_adapters_beside_drafts_were_not_shown() -> None:
     decode = {"engine": {"args": ngram}}
     with pytest.raises(ConfigError, match="beside speculative_config"):
         configuration.parse({"adapters": {"served": {"sql": {"path": "/a"}}}, "decode": decode})
+    # As vLLM also takes it, in parts, at the operator's own risk.
+    parts = {"unproven": ["spec_method", "spec_tokens"], "args": {"spec_method": "ngram", "spec_tokens": 2}}
+    with pytest.raises(ConfigError, match="beside speculative_config"):
+        configuration.parse({"adapters": {"served": {"sql": {"path": "/a"}}}, "engine": parts})

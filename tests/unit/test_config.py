@@ -171,6 +171,11 @@ def test_a_flag_that_is_no_assignment_is_refused(flag: str) -> None:
         load(environ={}, flags=[flag])
 
 
+def test_a_value_that_is_no_yaml_is_a_text() -> None:
+    for value in ("2026-13-45", "[1", "[" * 3000):
+        assert load(environ={}, flags=[f"model.revision={value}"]).model.revision == value
+
+
 def test_a_flag_below_a_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="'name' is a value, not a section"):
         load(environ={}, flags=["name=x", "name.y=1"])
@@ -181,12 +186,16 @@ def test_a_flag_below_a_value_is_refused() -> None:
     [
         ("- a\n- b\n", "expected a mapping of sections, found list"),
         ("a: [1\n", "not YAML"),
+        ("a: 2026-13-45\n", "not YAML: month must be"),
+        ("a: \udcff\n", "not YAML: 'utf-8' codec"),
+        ("a: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("engine: &a\n  args: *a\n", "a section contains itself"),
         ("tier:\n  enabled: true\n  enabled: false\n", "the key 'enabled' is there twice"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, content: str, said: str) -> None:
     file = tmp_path / "cluster.yaml"
-    file.write_text(content)
+    file.write_text(content, errors="surrogateescape")
     with pytest.raises(ConfigError) as caught:
         load(file, environ={})
     assert said in caught.value.message

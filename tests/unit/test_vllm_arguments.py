@@ -95,6 +95,10 @@ def test_what_is_not_taken_is_named(engine: dict[str, Any], words: str) -> None:
         ({"num_speculative_tokens": 17}, "from 1 to 16"),
         ({"num_speculative_tokens": 0}, "from 1 to 16"),
         ({"num_speculative_tokens": True}, "from 1 to 16"),
+        ({"prompt_lookup_max": 1025}, "prompt_lookup_max: expected a whole number from 1 to 1024"),
+        ({"prompt_lookup_max": None}, "prompt_lookup_max: expected"),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min: expected"),
+        ({"prompt_lookup_min": "2"}, "prompt_lookup_min: expected"),
     ],
 )
 def test_only_ngrams_need_no_permission_to_speculate(change: dict[str, Any], words: str) -> None:

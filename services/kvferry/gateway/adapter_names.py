@@ -21,7 +21,10 @@ class AdapterNames:
         self._name_to_tenants = {name: frozenset(adapter.tenants) for name, adapter in config.served.items()}
 
     def of(self, tenant: Tenant) -> dict[str, str]:
-        """Return adapters, each with the model that it changes."""
+        """Return adapters, each with the model that it changes. Raises as `Models.route`."""
+        # A tenant whose pool is an entry of `models` has no adapter: they are of the default model.
+        if not self._name_to_tenants or self._models.labels_of(tenant).get(self._default) != DEFAULT_POOL:
+            return {}
         return dict.fromkeys((name for name in self._name_to_tenants if self._is_open(name, tenant)), self._default)
 
     def resolve(self, name: str, tenant: Tenant, *, param: str | None = "model") -> tuple[str, str]:

@@ -288,8 +288,12 @@ class Models:
                 own = config.of_model("" if label == DEFAULT_POOL else label)
                 current = GatewayModel(pool, own, self._folder if label == DEFAULT_POOL else own.model.path)
                 if entry is not None:
-                    self._retire([earlier] if earlier is not None else [])
-                    earlier = entry.current
+                    # Of two changes, one after the other, the one that answers stays until the second can.
+                    earlier = self._answering(entry)
+                    both = [entry.current, *([entry.earlier] if entry.earlier is not None else [])]
+                    if (same := next((each for each in both if each.pool == pool), None)) is not None:
+                        current, earlier = same, entry.current  # taken back
+                    self._retire(each for each in both if each not in (current, earlier))
                 names = ModelNames(own if label == DEFAULT_POOL else own.model_copy(update={"pools": {}}))
             else:
                 current, names = entry.current, entry.names
@@ -339,7 +343,9 @@ class Models:
                 self._begin_loading(model)
 
     def _begin_loading(self, model: GatewayModel) -> None:
-        if model.pool not in self._loading:
+        loading = self._loading.get(model.pool)
+        # One that is cancelled loads for a model of the same settings, which is gone.
+        if loading is None or loading.cancelling():
             self._loading[model.pool] = asyncio.create_task(self._keep_loading(model))
 
     async def _keep_loading(self, model: GatewayModel) -> None:
@@ -355,7 +361,8 @@ class Models:
         except Exception:
             log.exception("the model %s cannot be served", model.label)
         finally:
-            self._loading.pop(model.pool, None)
+            if self._loading.get(model.pool) is asyncio.current_task():
+                del self._loading[model.pool]
 
     async def _load(self, model: GatewayModel) -> None:
         if model.identity is None:

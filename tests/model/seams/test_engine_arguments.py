@@ -13,7 +13,7 @@ from kvferry import model_folder
 from kvferry.config import EngineConfig, ModelConfig
 from kvferry.errors import ConfigError
 from kvferry.pages.exchange import ARGUMENTS
-from kvferry.vllm_arguments import RULES, Rule
+from kvferry.vllm_arguments import FREE_VARIABLES, RULES, Rule
 
 pytest.importorskip("vllm")
 
@@ -103,7 +103,7 @@ def test_a_value_that_vllm_refuses_is_named_with_its_reason(args: dict[str, Any]
 def test_a_variable_that_vllm_does_not_know_is_named() -> None:
     from kvferry.engine.vllm.argument_parser import check_variables
 
-    check_variables({"VLLM_LOGGING_LEVEL": "INFO"})
+    check_variables(dict.fromkeys(FREE_VARIABLES, "1"))
     with pytest.raises(ConfigError, match=r"engine\.env\.VLLM_LOGING_LEVEL.*did you mean VLLM_LOGGING_LEVEL"):
         check_variables({"VLLM_LOGING_LEVEL": "INFO"})
 

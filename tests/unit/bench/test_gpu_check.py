@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -18,6 +19,7 @@ from bench.gpu_check.gpus import Gpu, NoGpu, parse
 from bench.gpu_check.parts import PARTS, TOTAL_LIMIT_S, Part, why_skipped
 from bench.gpu_check.runner import Outcome, run_all, run_part
 from support.waiting import until
+from tools import gpu_check
 
 ROOT = Path(__file__).resolve().parents[3]
 H200 = "NVIDIA H200, 143771, 9.0, 580.95.05\n"
@@ -205,25 +207,39 @@ def test_what_outlives_a_part_is_ended_and_fails_it(tmp_path: Path, monkeypatch:
     assert (outcome.status, outcome.reason) == ("failed", "1 processes outlived it")
 
 
-async def test_an_interrupt_ends_the_part_that_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_interrupts", [1, 2])
+async def test_an_interrupt_ends_the_part_that_runs(tmp_path: Path, num_interrupts: int) -> None:
+    deaf = "\n".join(
+        [
+            "import signal, time",
+            "signal.signal(signal.SIGTERM, lambda *_: print('told', flush=True))",
+            "print('ready', flush=True)",
+            "while True: time.sleep(600)",
+        ]
+    )
     program = "\n".join(
         [
             "import sys",
+            "from bench.gpu_check import runner",
+            "runner.PATIENCE_S = 2.0",
             "from bench.gpu_check import __main__ as program",
             "from bench.gpu_check.gpus import Gpu",
             "from bench.gpu_check.parts import Part",
             "program.gpus_here = lambda: [Gpu('x', 100000, 90, '580')]",
-            "program.PARTS = [Part('p', 's', 'bench', ('-c', 'import time; time.sleep(600)'), 60)]",
+            f"program.PARTS = [Part('p', 's', 'bench', ('-c', {deaf!r}), 60)]",
             "sys.exit(program.main(['--out', sys.argv[1]]))",
         ]
     )
     log = tmp_path / "p" / "log.txt"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     running = await asyncio.create_subprocess_exec(sys.executable, "-c", program, str(tmp_path), env=environment)
-    await until(log.exists, what="the part runs")
+    await until(lambda: log.exists() and "ready" in log.read_text(), what="the part runs")
     children: list[psutil.Process] = []
     await until(lambda: bool(children.extend(psutil.Process(running.pid).children()) or children))
     running.terminate()
+    await until(lambda: "told" in log.read_text(), what="the part is told to go")
+    for _ in range(1, num_interrupts):
+        running.terminate()
     async with asyncio.timeout(60):
         assert await running.wait() == 130
     # Killed, and perhaps not collected yet by the process that inherits it.
@@ -270,6 +286,27 @@ def test_results_of_tests_are_read(
 def test_a_part_whose_tests_never_began_says_what_was_said_last(tmp_path: Path) -> None:
     outcome = run_part(part("p", "raise SystemExit('no CUDA')", kind="tests"), tmp_path, 60.0)
     assert (outcome.status, outcome.reason) == ("failed", "exit code 1, and no results: no CUDA")
+
+
+def test_results_of_an_earlier_run_are_not_those_of_this_one(tmp_path: Path) -> None:
+    (tmp_path / "tests.xml").write_text('<testsuite><testcase name="a"><failure/></testcase></testsuite>')
+    outcome = run_part(part("p", "raise SystemExit('broken')", kind="tests"), tmp_path, 30.0)
+    assert outcome.reason.startswith("exit code 1, and no results: broken")
+    assert not outcome.figures.get("failed")
+
+
+def test_a_limit_of_the_arguments_counts_in_each_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(gpu_check, "gpus_here", lambda: [Gpu("x", 100_000, 90, "580")])
+    monkeypatch.setattr(gpu_check.subprocess, "run", lambda *args, **_: subprocess.CompletedProcess(args, 0))
+    monkeypatch.setattr(gpu_check, "_become", lambda python, program: ran.append(program) or 0)
+    for arguments in ([], ["--limit=7"], ["--limit", "7"]):
+        gpu_check.main(arguments)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--limit", type=float)
+    limits = [parser.parse_args(program[2:]).limit for program in ran]
+    assert 600 <= limits[0] <= 3600
+    assert limits[1:] == [7, 7]
 
 
 def test_long_logs_and_reasons_are_cut(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def tenant(name: str, pool: str = "") -> Tenant:
         (tenant("initech"), {"sql": "m", "theirs": "m"}),
         (tenant("other"), {"sql": "m"}),
         (tenant("acme", "bank"), {"sql": "m", "ours": "m"}),
+        (tenant("acme", "second"), {}),
     ],
 )
 def test_adapters_are_listed_for_those_who_may_use_them(who: Tenant, listed: dict[str, str]) -> None:
@@ -97,6 +98,11 @@ def test_an_adapter_of_another_tenant_is_refused_as_an_unknown_one() -> None:
             adapters.resolve(name, tenant("acme"), param=None)
         messages.append(caught.value.message.replace(name, "X"))
     assert messages[0] == messages[1]
+
+
+def test_a_tenant_of_another_model_hears_of_no_adapter() -> None:
+    with pytest.raises(ModelNotFound, match=r"served here: second, also$"):
+        names(SERVED).resolve("sql", tenant("acme", "second"))
 
 
 def test_without_adapters_a_name_is_left_to_models() -> None:

@@ -81,6 +81,71 @@ async def test_a_share_leads_to_a_model_that_can_answer() -> None:
     await served.models.close()
 
 
+async def started(**make: Any) -> tuple[Served, list[str]]:
+    """Models with an entry of revision 1 that has workers, and the pools of its revisions 1 to 3."""
+    served = Served(models=[revision(1)])
+    pools = [configuration.parse(changed(served, number)).entry("a").pool for number in (1, 2, 3)]
+    served.with_workers = {pools[0]}
+    for name, function in make.items():
+        setattr(served.models, f"_{name}", function)
+    await served.models.identify()
+    await served.models.load()
+    return served, pools
+
+
+def revision(number: int) -> dict[str, Any]:
+    return {"name": "a", "model": {"path": "x", "revision": str(number)}}
+
+
+def changed(served: Served, number: int) -> dict[str, Any]:
+    return {**served.config.model_dump(), "models": [revision(number)]}
+
+
+async def test_a_change_that_is_taken_back_leaves_the_model_that_answers() -> None:
+    served, pools = await started()
+    await until(lambda: not served.models.missing())
+    before = served.models.route("a", tenant()).model
+    for number in (2, 1):
+        served.models.apply(configuration.parse(changed(served, number)))
+        route = served.models.route("a", tenant())
+        assert (route.pool, route.model) == (pools[0], before)
+        with route.model.rendering():
+            pass
+    await served.models.close()
+
+
+async def test_of_two_changes_the_model_that_has_workers_answers_on() -> None:
+    served, pools = await started()
+    await until(lambda: not served.models.missing())
+    for number in (2, 3):
+        served.models.apply(configuration.parse(changed(served, number)))
+        assert served.route("a") == ("a", pools[0])
+    served.with_workers.add(pools[2])
+    await until(lambda: served.route("a") == ("a", pools[2]))
+    assert len(tuple(served.models)) == 2, "the default model, and this one"
+    await served.models.close()
+
+
+async def test_a_model_that_comes_back_while_its_load_is_cancelled_is_loaded() -> None:
+    files: list[str] = []
+
+    def make_renderer(config: configuration.ClusterConfig, folder: str) -> SimRenderer:
+        if config.model.path == "x" and not files:
+            raise OSError("not there yet")
+        return SimRenderer(512)
+
+    served, _ = await started(make_renderer=make_renderer)
+    served.with_workers = set()
+    for number in (2, 1):
+        served.models.apply(configuration.parse(changed(served, number)))
+    # Added and removed before its load has begun.
+    for models in ([], [revision(3)], [], [revision(3)]):
+        served.models.apply(configuration.parse({**served.config.model_dump(), "models": models}))
+    files.append("x")
+    await until(lambda: not served.models.missing())
+    await served.models.close()
+
+
 async def test_a_model_is_not_ready_before_it_is_loaded_and_a_long_list_is_cut() -> None:
     entries = [{"name": f"e{i}", "model": {"aliases": [f"e{i}-{j}" for j in range(8)]}} for i in range(10)]
     served = Served(models=entries)

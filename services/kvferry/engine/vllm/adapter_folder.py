@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from kvferry.config import AdapterConfig, AdaptersConfig
 from kvferry.errors import ConfigError
@@ -47,6 +47,8 @@ _REFUSED_FEATURES = (
 # Keys of patterns are regular expressions to vLLM, which matches them against names of modules.
 _PATTERN_KEY = re.compile(r"[A-Za-z0-9_.]{1,200}")
 _MAX_PATTERNS = 4096
+_MAX_ALPHA = 1e6
+_MAX_WEIGHT = 65_504
 
 Shape = tuple[int, ...]
 
@@ -89,6 +91,7 @@ def stage(adapters: AdaptersConfig, model_folder: Path, into: Path) -> list[Stag
             base = _shapes_of_model(model_folder)
         with _naming(key, source / WEIGHTS):
             check_shapes(read_header(folder / WEIGHTS), ranks, base)
+            check_values(folder / WEIGHTS)
         staged.append(StagedAdapter(name, digest.hexdigest()[:32], folder))
     return staged
 
@@ -114,8 +117,9 @@ class Ranks:
             if each > max_rank:
                 raise ValueError(f"its rank is {each}, above adapters.max_rank ({max_rank})")
         for each in (alpha, *_pattern(config, "alpha_pattern").values()):
-            if isinstance(each, bool) or not isinstance(each, int | float) or not math.isfinite(each):
-                raise ValueError(f"lora_alpha is a number, not {str(each)[:80]!r}")
+            # Python's whole numbers have no limit, and a scale that float32 cannot hold makes every product infinite.
+            if isinstance(each, bool) or not isinstance(each, int | float) or not abs(each) <= _MAX_ALPHA:
+                raise ValueError(f"lora_alpha is a number of at most {_MAX_ALPHA:g}, not {str(each)[:80]!r}")
         if bias not in (None, "none"):
             raise ValueError(f"bias is {str(bias)[:80]!r}; adapters with biases are not served")
         if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
@@ -164,6 +168,20 @@ def check_shapes(tensors: Mapping[str, tuple[str, Shape]], ranks: Ranks, base: M
                 )
 
 
+def check_values(file: Path) -> None:
+    """Raise ValueError for a weight that is infinite, no number, or more than half precision can hold."""
+    # KV pages with NaN spoil answers of others: a kernel multiplies what an earlier request has left in a page by 0.
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                if not bool((tensors.get_tensor(name).abs() <= _MAX_WEIGHT).all()):
+                    raise ValueError(f"{name[:200]} has a value that is no number, or above {_MAX_WEIGHT}")
+    except SafetensorError as error:
+        raise ValueError(f"safetensors cannot read it: {str(error)[:200]}") from None
+
+
 def read_header(file: Path) -> dict[str, tuple[str, Shape]]:
     """Return type and shape of each tensor. Raises ValueError for a file that is no safetensors."""
     size = file.stat().st_size
@@ -177,9 +195,11 @@ def read_header(file: Path) -> dict[str, tuple[str, Shape]]:
             raise ValueError("its header is no JSON: it is no safetensors file") from None
     if not isinstance(header, dict) or len(header) > _MAX_TENSORS:
         raise ValueError(f"its header is no mapping of at most {_MAX_TENSORS} tensors")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its header has __metadata__ that is no mapping of texts")
     tensors: dict[str, tuple[str, Shape]] = {}
-    end = 0
+    ranges: list[tuple[int, int]] = []
     for name, entry in header.items():
         try:
             dtype, shape, (begin, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -191,7 +211,13 @@ def read_header(file: Path) -> dict[str, tuple[str, Shape]]:
         if (num_bytes := _DTYPE_BYTES.get(dtype)) is not None and math.prod(shape) * num_bytes != stop - begin:
             raise ValueError(f"its header describes {name[:200]!r} with another number of bytes than its shape has")
         tensors[name] = (dtype, shape)
-        end = max(end, stop)
+        ranges.append((begin, stop))
+    end = 0
+    for begin, stop in sorted(ranges):
+        # As safetensors: no byte belongs to two tensors, or to none.
+        if begin != end:
+            raise ValueError(f"its header describes tensors that overlap, or bytes of none, at {min(begin, end)}")
+        end = stop
     if size != 8 + length + end:
         raise ValueError(f"it has {size} bytes, and its header {8 + length + end}: it was cut, or is another file")
     return tensors
@@ -223,13 +249,14 @@ def _refuse_unserved_files(folder: Path, key: str, model_folder: Path) -> None:
 
 def _vocabulary(file: Path, key: str) -> object:
     try:
-        if file.stat().st_size > _MAX_TOKENIZER_BYTES:
-            _refuse(key, file, f"it has more than {_MAX_TOKENIZER_BYTES} bytes")
-        content = file.read_bytes()
+        with _opened(file, key) as opened:
+            content = opened.read(_MAX_TOKENIZER_BYTES + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         _refuse(key, file, error.strerror or "it cannot be read")
+    if len(content) > _MAX_TOKENIZER_BYTES:
+        _refuse(key, file, f"it has more than {_MAX_TOKENIZER_BYTES} bytes")
     if file.suffix != ".json":
         return content
     try:
@@ -241,14 +268,21 @@ def _vocabulary(file: Path, key: str) -> object:
     return {name: value for name, value in values.items() if name not in _NOT_OF_THE_VOCABULARY}
 
 
+@contextmanager
+def _opened(file: Path, key: str) -> Iterator[BinaryIO]:
+    """Raises OSError, and ConfigError for what is no file, as a named pipe or a device without an end."""
+    # Not blocking: opening a named pipe would wait for its writer.
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            _refuse(key, file, "it is no file")
+        yield opened
+
+
 def _copy(source: Path, target: Path, limit: int, key: str) -> tuple[int, str]:
     digest, size = hashlib.sha256(), 0
     try:
-        # Not blocking: opening a named pipe would wait for its writer.
-        handle = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(handle, "rb", buffering=0) as opened, target.open("xb") as copy:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                _refuse(key, source, "it is no file")
+        with _opened(source, key) as opened, target.open("xb") as copy:
             while piece := opened.read(_READ_BYTES):
                 size += len(piece)
                 if size > limit:

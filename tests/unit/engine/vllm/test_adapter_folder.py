@@ -94,6 +94,8 @@ def test_the_digest_is_of_both_files_and_nothing_else(tmp_path: Path, model: Pat
         ({"lora_alpha": None}, "lora_alpha is missing"),
         ({"lora_alpha": "8"}, "lora_alpha is a number"),
         ({"lora_alpha": float("nan")}, "lora_alpha is a number"),
+        ({"lora_alpha": 10**400}, "lora_alpha is a number of at most 1e"),
+        ({"alpha_pattern": {"q_proj": -1e39}}, "lora_alpha is a number of at most 1e"),
         ({"alpha_pattern": {"q_proj": float("inf")}}, "lora_alpha is a number"),
         ({"target_modules": None}, "target_modules is missing"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
@@ -201,6 +203,34 @@ def test_headers_that_describe_no_tensors_are_refused(tmp_path: Path, model: Pat
     refused(tmp_path, adapter / WEIGHTS, "its header describes")
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda header: {name: entry | {"data_offsets": [0, 256]} for name, entry in header.items()}, "overlap"),
+        (lambda header: header | {"__metadata__": {"a": 1}}, "__metadata__"),
+        (lambda header: header | {"__metadata__": []}, "__metadata__"),
+        (lambda header: dict(list(header.items())[1:]), "bytes of none"),
+    ],
+)
+def test_headers_that_safetensors_refuses_are_refused(
+    tmp_path: Path, model: Path, adapter: Path, change: Callable[[dict[str, Any]], dict[str, Any]], words: str
+) -> None:
+    names = [f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"]
+    header = {name: {"dtype": "F32", "shape": [4, 16], "data_offsets": [256 * i, 256 * i + 256]} for i, name in
+              enumerate(names)}  # fmt: skip
+    encoded = json.dumps(change(header)).encode()
+    (adapter / WEIGHTS).write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(512))
+    refused(tmp_path, adapter / WEIGHTS, words)
+
+
+def test_what_safetensors_alone_refuses_is_refused(tmp_path: Path, model: Path, adapter: Path) -> None:
+    entry = '{"dtype": "F32", "dtype": "F32", "shape": %s, "data_offsets": %s}'
+    a, b = entry % ("[4, 16]", "[0, 256]"), entry % ("[24, 4]", "[256, 640]")
+    encoded = f'{{"{Q}.lora_A.weight": {a}, "{Q}.lora_B.weight": {b}}}'.encode()
+    (adapter / WEIGHTS).write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(640))
+    refused(tmp_path, adapter / WEIGHTS, "safetensors cannot read it")
+
+
 def test_types_that_are_no_floats_are_refused(tmp_path: Path, model: Path, adapter: Path) -> None:
     write_tensors(adapter / WEIGHTS, PLAIN, dtype="I32")
     refused(tmp_path, adapter / WEIGHTS, "has type I32")
@@ -225,6 +255,33 @@ def test_a_tokenizer_of_its_own_is_refused(tmp_path: Path, model: Path, adapter:
         (adapter / file).write_text(content)
         refused(tmp_path, adapter / file, "a tokenizer or tokens of their own are not served")
         (adapter / file).unlink()
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("fill", [0xFF, 0x7F])
+def test_weights_that_are_no_numbers_are_refused(
+    tmp_path: Path, model: Path, adapter: Path, dtype: str, fill: int
+) -> None:
+    """Of bytes 0xFF all are NaN; of 0x7F they are, or are as large as these types can hold."""
+    write_tensors(adapter / WEIGHTS, PLAIN, dtype=dtype, fill=fill)
+    refused(tmp_path, adapter / WEIGHTS, "has a value that is no number, or above 65504")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to("/dev/zero"), Path.mkdir])
+def test_a_tokenizer_that_is_no_file_is_refused(
+    tmp_path: Path, model: Path, adapter: Path, make: Callable[[Path], object]
+) -> None:
+    make(adapter / "tokenizer.json")
+    refused(tmp_path, adapter / "tokenizer.json", "it is no file|directory")
+
+
+def test_a_large_tokenizer_is_refused(
+    tmp_path: Path, model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_folder, "_MAX_TOKENIZER_BYTES", 100)
+    (adapter / "tokenizer.json").write_bytes(b"x" * 101)
+    refused(tmp_path, adapter / "tokenizer.json", "more than 100 bytes")
 
 
 def test_all_adapters_together_have_a_limit(tmp_path: Path, model: Path, adapter: Path) -> None:

@@ -12,6 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 
 from kvferry.engine.vllm.plugins.adapter_page_keys import hash_adapters_by_name
 from kvferry.engine.vllm.plugins.cpu_lora_rows import leave_other_rows_alone
+from kvferry.engine.vllm.plugins.cpu_seeds import take_back_draws_on_the_cpu
+from kvferry.engine.vllm.plugins.draft_min_tokens import count_drafts_for_min_tokens
 from kvferry.engine.vllm.plugins.draft_sampling import expand_settings_of_drafts
 from kvferry.engine.vllm.plugins.grammar_replay import replay_given_tokens
 from kvferry.engine.vllm.plugins.grammar_time import limit_grammar_time
@@ -32,8 +34,10 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             poll_shm_queues_slowly()
         if role == KVConnectorRole.WORKER:
             compare_exchange_digests()
+            count_drafts_for_min_tokens()
             if on_cpu:
                 expand_settings_of_drafts()
+                take_back_draws_on_the_cpu()
             if on_cpu and vllm_config.lora_config is not None:
                 leave_other_rows_alone()
         try:
