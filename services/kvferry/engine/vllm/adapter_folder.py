@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from kvferry.config import AdapterConfig, AdaptersConfig
 from kvferry.errors import ConfigError
@@ -51,6 +51,7 @@ _MAX_ALPHA = 1e6
 _MAX_WEIGHT = 65_504
 
 Shape = tuple[int, ...]
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +130,18 @@ class Ranks:
         return cls(rank, by_module)
 
     def of_module(self, module: str) -> int:
-        # As PEFT and vLLM: a key is the module's name, or the end of it after a dot; the first match wins.
-        for key, rank in self.by_module.items():
-            if re.fullmatch(rf"(.*\.)?({key})", module):
-                return rank
-        return self.rank
+        rank = match_pattern(self.by_module, module)
+        return self.rank if rank is None else rank
+
+
+def match_pattern(pattern: Mapping[str, _Value], name: str) -> _Value | None:
+    """Return the value of the first key that is `name` or the end of it after a dot, as in PEFT; None without any."""
+    parts = name.split(".")
+    ends = [".".join(parts[first:]) for first in range(len(parts))]
+    found = [end for end in ends if end in pattern]
+    if len(found) > 1:
+        found = [next(key for key in pattern if key in found)]
+    return pattern[found[0]] if found else None
 
 
 def check_shapes(tensors: Mapping[str, tuple[str, Shape]], ranks: Ranks, base: Mapping[str, Shape]) -> None:

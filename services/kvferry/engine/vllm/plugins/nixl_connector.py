@@ -17,6 +17,7 @@ from kvferry.engine.vllm.plugins.draft_min_tokens import count_drafts_for_min_to
 from kvferry.engine.vllm.plugins.draft_sampling import expand_settings_of_drafts
 from kvferry.engine.vllm.plugins.grammar_replay import replay_given_tokens
 from kvferry.engine.vllm.plugins.grammar_time import limit_grammar_time
+from kvferry.engine.vllm.plugins.lora_patterns import look_patterns_up
 from kvferry.engine.vllm.plugins.nixl_exchange import compare_exchange_digests
 from kvferry.engine.vllm.plugins.nixl_handshake_port import retry_taken_handshake_ports
 from kvferry.engine.vllm.plugins.nixl_idle_steps import slow_idle_steps
@@ -38,8 +39,10 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             if on_cpu:
                 expand_settings_of_drafts()
                 take_back_draws_on_the_cpu()
-            if on_cpu and vllm_config.lora_config is not None:
-                leave_other_rows_alone()
+            if vllm_config.lora_config is not None:
+                look_patterns_up()
+                if on_cpu:
+                    leave_other_rows_alone()
         try:
             with blocking_progress_thread() if on_cpu else contextlib.nullcontext():
                 super().__init__(vllm_config, role, kv_cache_config)
