@@ -979,17 +979,19 @@ class ClusterConfig(_Section):
     def volumes_of(self, pool: str) -> str | None:
         """Return the pool whose volumes the engines of `pool` use: its own, the default one, or None.
 
-        Volumes of the default pool are shared only by pools that are not dedicated and have its dtype of pages: route
-        keys do not name the dtype, so gateways would price pages there that the pool's engines cannot read.
+        Volumes of the default pool are shared only by pools that are not dedicated and have its dtype of pages and its
+        ranks: route keys do not name these, so gateways would price pages there that the pool's engines cannot read.
         """
         owners = {volume.pool for volume in self.tier.volumes}
         if pool in owners:
             return pool
-        if pool and (
-            self.pools[pool].dedicated or self.pools[pool].kv_cache_dtype not in (None, self.engine.kv_cache_dtype)
-        ):
+        if pool and (self.pools[pool].dedicated or not self._has_pages_of_default(pool)):
             return None
         return "" if "" in owners else None
+
+    def _has_pages_of_default(self, pool: str) -> bool:
+        ranks = {self.engine_of(role, name).tensor_parallel_size for role in ROLES for name in (pool, "")}
+        return len(ranks) == 1 and self.pools[pool].kv_cache_dtype in (None, self.engine.kv_cache_dtype)
 
     def check_listeners(self) -> None:
         """Raises ConfigError for a listener off loopback without authentication."""

@@ -670,3 +670,11 @@ def test_pages_of_another_dtype_than_the_model_is_computed_in_are_refused(sectio
     parse(sections("auto", "bfloat16", kind="sim"))
     # Not known before the model is read: the engine compares it (engine/vllm/model_kinds.py).
     parse(sections("auto", "bfloat16", device="gpu"))
+
+
+def test_a_pool_of_other_ranks_does_not_share_the_default_pools_volumes() -> None:
+    tier = {"enabled": True, "volumes": [{"path": "/nvme", "capacity_gib": 1}]}
+    ranks = {"engine": {"tensor_parallel_size": 2}}
+    pools = {"equal": {}, "other": {"prefill": ranks, "decode": ranks}}
+    config = parse({"engine": {"kind": "vllm"}, "tier": tier, "pools": pools})
+    assert [config.volumes_of(pool) for pool in ("", "equal", "other")] == ["", "", None]

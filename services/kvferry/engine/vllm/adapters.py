@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvferry.engine.vllm.adapter_folder import StagedAdapter
+from kvferry.engine.vllm.adapter_folder import CONFIG, WEIGHTS, StagedAdapter
 from kvferry.errors import EngineDead, EngineError, InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,10 @@ class Adapters:
         if key not in self._numbered:
             raise InvalidRequest(f"this engine has no adapter {name[:64]!r} with the files that were asked for")
         number, adapter = self._numbered[key]
+        # vLLM loads an adapter again in a step that all requests share, where files that are away end the engine.
+        if missing := [file for file in (CONFIG, WEIGHTS) if not (adapter.folder / file).is_file()]:
+            log.error("the worker's copy of an adapter is away: %s", adapter.folder / missing[0])
+            raise EngineError(f"the adapter {name!r} cannot be loaded; the worker's log says why")
         request = LoRARequest(lora_name=key, lora_int_id=number, lora_path=str(adapter.folder))
         if key not in self._shown:
             async with self._lock:

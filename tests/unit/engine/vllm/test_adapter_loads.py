@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvferry.engine.vllm.adapter_folder import StagedAdapter
+from kvferry.engine.vllm.adapter_folder import CONFIG, WEIGHTS, StagedAdapter
 from kvferry.engine.vllm.adapters import RETRY_AFTER_S, Adapters
 from kvferry.errors import EngineError
 
@@ -24,9 +26,27 @@ class Loader:
             raise self.error
 
 
+def staged(folder: Path, now: Callable[[], float] = time.monotonic) -> Adapters:
+    for name in (CONFIG, WEIGHTS):
+        (folder / name).touch()
+    return Adapters([StagedAdapter("german", "0" * 32, folder)], 4, now)
+
+
+async def test_files_that_are_away_cost_the_adapters_own_requests(tmp_path: Path) -> None:
+    """vLLM would look for them in a step, and end."""
+    adapters, loader = staged(tmp_path), Loader()
+    (key,) = adapters.keys
+    await adapters.lora_request(key, loader)
+    (tmp_path / WEIGHTS).rename(tmp_path / "away")
+    with pytest.raises(EngineError, match="'german' cannot be loaded; the worker's log says why"):
+        await adapters.lora_request(key, loader)
+    (tmp_path / "away").rename(tmp_path / WEIGHTS)
+    await adapters.lora_request(key, loader)
+
+
 async def test_a_load_that_failed_is_tried_again_after_a_while_and_not_before(tmp_path: Path) -> None:
     now_s = 0.0
-    adapters = Adapters([StagedAdapter("german", "0" * 32, tmp_path)], 4, lambda: now_s)
+    adapters = staged(tmp_path, lambda: now_s)
     (key,) = adapters.keys
     loader = Loader()
     loader.error = RuntimeError("no memory left")
