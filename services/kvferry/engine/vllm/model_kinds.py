@@ -80,8 +80,13 @@ def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] 
     found = [kind for kind, is_there in reasons.items() if is_there]
     if not found and model.architecture not in ARCHITECTURES:
         found = [f"the architecture {model.architecture}"]
-    if not found and vllm_config.lora_config is not None and not _is_shown_with_adapters(model):
-        found = [f"{_quantization(model) or model.architecture} and LoRA adapters"]
+    if not found and vllm_config.lora_config is not None:
+        if not _is_shown_with_adapters(model):
+            found = [f"{_quantization(model) or model.architecture} and LoRA adapters"]
+        elif str(model.dtype) == "torch.float16":
+            # Products of an adapter's weights may exceed its range. The pages then hold what is no number, and whoever
+            # gets a freed one next gets wrong answers: attention multiplies all rows of a page, unused ones by 0.
+            found = ["LoRA adapters, computed in float16,"]
     if not found:
         return ""
     return f"models with {' and '.join(found)} have not been shown to give right answers here; {TABLE}"

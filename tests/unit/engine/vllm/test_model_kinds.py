@@ -23,6 +23,7 @@ def config(*, architecture: str = "LlamaForCausalLM", window: int | None = None,
         get_sliding_window=lambda: window,
         quantization=None,
         hf_config=SimpleNamespace(),
+        dtype="torch.bfloat16",
     )
     cache = SimpleNamespace(cache_dtype="auto")
     return SimpleNamespace(model_config=model, cache_config=cache, lora_config=None, speculative_config=None)
@@ -156,6 +157,16 @@ def test_adapters_are_served_where_they_were_compared(architecture: str) -> None
     reason = why_refused(whole, has_tiers=True)
     assert ("LoRA adapters" in reason) == (architecture not in ADAPTER_ARCHITECTURES)
     assert ADAPTER_ARCHITECTURES <= ARCHITECTURES
+
+
+def test_adapters_in_float16_are_refused() -> None:
+    """Finite weights of 10,000 gave pages of NaN, and those wrong answers to requests for the model itself."""
+    whole = config()
+    whole.lora_config = object()
+    whole.model_config.dtype = "torch.float16"
+    assert "LoRA adapters, computed in float16," in why_refused(whole, has_tiers=False)
+    whole.lora_config = None
+    assert why_refused(whole, has_tiers=False) == ""
 
 
 def test_adapters_of_quantized_weights_are_refused() -> None:
