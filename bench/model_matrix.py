@@ -28,6 +28,7 @@ TITLES = {
     "mixtral": "Mixtral: experts",
     "qwen3-moe": "Qwen3-MoE: experts",
     "phi3-longrope": "Phi-3: LongRoPE",
+    "idefics3": "Idefics3: images in prompts, Llama after a SigLIP",
     "deepseek-v2": "DeepSeek-V2: latent attention (MLA)",
     "llama4": "Llama 4: chunked local attention",
     "gpt-oss": "gpt-oss: attention sinks",

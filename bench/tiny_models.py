@@ -1,4 +1,4 @@
-"""Models of a few layers with random weights, one of each kind of attention, for real engines on a CPU."""
+"""Models of a few layers with random weights for real engines on a CPU: each kind of attention, and one with images."""
 
 from __future__ import annotations
 
@@ -73,6 +73,53 @@ _QUANTIZED: Mapping[str, tuple[float, str, str, str]] = {
 }
 # Models of SHOWN with other settings of both engines.
 CONFIGURED: Mapping[str, tuple[str, Mapping[str, Any]]] = {"qwen3-tp2": ("qwen3", {"tensor_parallel_size": 2})}
+_IMAGE_SIZE, _PATCH_SIZE, _SCALE = 64, 8, 2  # of one tile, in pixels; `_SCALE` patches each way become one token
+IMAGE_TOKENS_PER_TILE = (_IMAGE_SIZE // _PATCH_SIZE // _SCALE) ** 2
+_TILES = 2  # each way, that a large image is cut into, beside one of the whole image
+_VISION_SCALE = 0.2  # of weights of the vision model and the connector: as `initializer_range`, for the same reason
+IMAGE_TOKEN = "<image>"
+# After the default model's tokens.
+_IMAGE_TOKENS = (
+    IMAGE_TOKEN,
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, _TILES + 1) for column in range(1, _TILES + 1)),
+)
+_FIRST_IMAGE_TOKEN_ID = _COMMON["vocab_size"]
+_IMAGE_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}" + IMAGE_TOKEN + "{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _idefics3() -> Any:
+    from transformers import Idefics3Config, LlamaConfig
+
+    vision = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": _IMAGE_SIZE,
+        "patch_size": _PATCH_SIZE,
+    }
+    return Idefics3Config(
+        vision_config=vision,
+        text_config=LlamaConfig(**(_COMMON | {"head_dim": 32, "vocab_size": _FIRST_IMAGE_TOKEN_ID + 64})),
+        image_token_id=_FIRST_IMAGE_TOKEN_ID,
+        scale_factor=_SCALE,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+
+
+# Models that take images, shown by tests/model/test_images.py.
+IMAGE_MODELS: Mapping[str, Callable[[], Any]] = {"idefics3": _idefics3}
 REFUSED: Mapping[str, Callable[[], Any]] = {
     "deepseek-v2": _configured(
         "DeepseekV2Config",
@@ -143,6 +190,44 @@ def make_model(name: str, folder: Path) -> Path:
         shutil.copy(tokenizer / file, folder / file)
     if name in _QUANTIZED:
         _quantize(name, folder)
+    return folder
+
+
+def make_image_model(name: str, folder: Path) -> Path:
+    """Write an image model with random weights, always the same, its processor, and the default model's tokenizer."""
+    import torch
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, Idefics3Processor
+
+    torch.manual_seed(7)
+    model = AutoModelForImageTextToText.from_config(IMAGE_MODELS[name]()).to(torch.float32)
+    with torch.no_grad():
+        for key, weights in model.named_parameters():
+            if ("vision_model" in key or "connector" in key) and weights.dim() > 1:
+                weights.copy_(torch.randn_like(weights) * _VISION_SCALE)
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder.resolve(model_folder.DEFAULT_NAME))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_IMAGE_TOKENS)})
+    if tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) != _FIRST_IMAGE_TOKEN_ID:
+        raise ValueError(f"{IMAGE_TOKEN} is not the first token after those of the default model")
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(
+            {
+                "image_processor_type": "Idefics3ImageProcessor",
+                "do_image_splitting": True,
+                "max_image_size": {"longest_edge": _IMAGE_SIZE},
+                "size": {"longest_edge": _IMAGE_SIZE * _TILES},
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+            }
+        ),
+        encoding="utf-8",
+    )
+    Idefics3Processor(
+        image_processor=AutoImageProcessor.from_pretrained(folder),
+        tokenizer=tokenizer,
+        image_seq_len=IMAGE_TOKENS_PER_TILE,
+        chat_template=_IMAGE_TEMPLATE,
+    ).save_pretrained(folder)
     return folder
 
 

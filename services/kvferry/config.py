@@ -488,6 +488,42 @@ class JwtConfig(_Section):
         return self
 
 
+MAX_PROMPT_IMAGES = 64
+_IMAGE_HOST = re.compile(r"(\*\.)?([a-z0-9_-]+\.)*[a-z0-9_-]+(:[0-9]{1,5})?|\[[0-9a-f:.]+\](:[0-9]{1,5})?")
+
+
+class ImagesConfig(_Section):
+    """Images in chats, for models that take them. More than a limit gets 400, more than may be in flight 429."""
+
+    max_per_request: int = Field(8, ge=0, le=MAX_PROMPT_IMAGES)  # 0: none are taken
+    max_bytes: int = Field(8 << 20, ge=1024, le=32 << 20)  # of an image's file; those in a body fit the body's limit
+    max_pixels: int = Field(16 << 20, ge=1, le=128 << 20)  # width times height of one
+    # What the model's processor makes of a request's images travels to a prefill worker in one message.
+    max_prepared_mib: int = Field(32, ge=1, le=48)
+    # Files and prepared images of all requests in flight, those of a request once for each of its choices.
+    max_pending_mib: int = Field(512, ge=1)
+    cache_mib: int = Field(128, ge=0)  # prepared images that are kept, each for requests of the same tenant and salt
+    # Images are decoded and prepared in processes of their own; what exceeds these gets 400.
+    processes: int = Field(2, ge=1, le=64)
+    cpu_s: float = Field(10.0, gt=0, le=60)
+    memory_mib: int = Field(1024, ge=64)
+    # Hosts of images that http and https URLs may name: NAME, *.DOMAIN for all below it, or either with :PORT where
+    # that is not the scheme's. Empty: data URLs alone.
+    allowed_hosts: tuple[str, ...] = ()
+    # Whether addresses of these hosts may be private, loopback or link-local ones.
+    allow_private_addresses: bool = False
+    fetch_timeout_s: float = Field(10.0, gt=0, le=60)  # of all images of a request
+    max_fetches: int = Field(16, ge=1, le=256)  # at once
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_are_names(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not _IMAGE_HOST.fullmatch(host):
+                raise ValueError(f"{host[:80]!r}: expected NAME, *.DOMAIN, or either with :PORT, in lower-case ASCII")
+        return hosts
+
+
 class GatewayConfig(_Section):
     replicas: int = Field(1, ge=0)  # as Serve replicas; 0: gateways run elsewhere (python -m kvferry.gateway)
     num_cpus: float = Field(0.5, ge=0)
@@ -523,6 +559,7 @@ class GatewayConfig(_Section):
     grammar_processes: int = Field(2, ge=1, le=64)
     grammar_cpu_s: float = Field(2.0, gt=0, le=60)
     grammar_memory_mib: int = Field(512, ge=64)
+    images: ImagesConfig = ImagesConfig()
     request_timeout_s: float = Field(600, gt=0)  # from a complete body to the end of the answer
     first_token_timeout_s: float = Field(300, gt=0)  # of each choice
     # Of each choice. Longer than `worker.hang_timeout_s`, or answers end before another worker continues them.
@@ -857,9 +894,14 @@ class ClusterConfig(_Section):
                 )
         return self
 
+    @property
+    def model_dtype(self) -> str:
+        """Of engines; "auto": the model's own."""
+        return "float32" if self.engine.device == "cpu" and self.model.dtype == "auto" else self.model.dtype
+
     @model_validator(mode="after")
     def _pages_have_the_models_dtype(self) -> ClusterConfig:
-        dtype = "float32" if self.engine.device == "cpu" and self.model.dtype == "auto" else self.model.dtype
+        dtype = self.model_dtype
         pools = {f"pools.{name}": pool.kv_cache_dtype for name, pool in self.pools.items()}
         for section, of_pages in {"engine": self.engine.kv_cache_dtype, **pools}.items():
             if self.engine.kind != "vllm" or dtype == "auto" or of_pages not in ("float16", "bfloat16"):

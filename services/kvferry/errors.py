@@ -23,6 +23,7 @@
             WorkerLost
             WorkerDraining
             EngineDead
+            PagesNotMoved
         Overloaded                   429  RESOURCE_EXHAUSTED, with Retry-After
             TenantOverloaded
             TenantLimited
@@ -236,6 +237,12 @@ class EngineDead(UnavailableError):
     """An engine died or hangs; its worker is replaced."""
 
     code = "engine_dead"
+
+
+class PagesNotMoved(UnavailableError):
+    """Pages of a prompt's images did not reach their engine, which has not the images themselves."""
+
+    code = "pages_not_moved"
 
 
 class Overloaded(KvferryError):

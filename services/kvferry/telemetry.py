@@ -78,6 +78,7 @@ FALLBACK_CAUSES = (
     "engine_dead",
     "overloaded",
     "engine_error",
+    "pages_not_moved",
     "no_transfer",
     "error",
 )
@@ -282,6 +283,13 @@ UNREAD_ANSWER_BYTES = Metric(
     "bytes",
     Exporter.GATEWAY,
     "Bytes of answers that wait for clients to read; over gateway.max_pending_body_bytes the slowest clients are cut.",
+)
+IMAGE_BYTES_IN_FLIGHT = Metric(
+    "kvferry_image_bytes_in_flight",
+    Kind.GAUGE,
+    "bytes",
+    Exporter.GATEWAY,
+    "Bytes of images in flight, files and prepared ones; gateway.images.max_pending_mib is the limit.",
 )
 GRAMMAR_CHECKS = Metric(
     "kvferry_grammar_checks_total",

@@ -77,6 +77,7 @@ REFUSED: Mapping[str, str] = {
     **_each("max_num_queued_reqs max_num_queued_tokens", "gateways and workers admit requests"),
     **_each("max_logprobs logprobs_mode", "gateways check and describe log-probabilities"),
     **_each("generation_config override_generation_config", "gateways apply a model's defaults"),
+    **_each("mm_processor_cache_gb", "images come to engines processed, and once for each request"),
     **_each("renderer_num_workers skip_tokenizer_init tokenizer_revision", "gateways render prompts"),
     **_each("revision code_revision hf_token download_dir", "models are downloaded before engines start: model.path"),
     **_each(
@@ -157,7 +158,7 @@ UNPROVEN: Mapping[str, str] = {
     ),
     **_each(
         "allowed_local_media_path allowed_media_domains language_model_only limit_mm_per_prompt enable_mm_embeds "
-        "interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type "
+        "interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_type "
         "mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode "
         "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
         "mm_encoder_fp8_scale_save_margin skip_mm_profiling video_pruning_rate video_pruning_method mm_tensor_ipc "

@@ -99,7 +99,7 @@ async def test_the_same_as_vllm_for_prompts(renderer: VllmRenderer) -> None:
         assert renderer._plain.completions(body, prompts_of(body)) is not None
         got = await renderer.render_completion(body)
         max_tokens = body.get("max_tokens", 16)
-        asked = await renderer._ask_completions(body)
+        asked = await renderer._vllm.completions(body)
         assert got == [renderer._within_context(one, max_tokens, "prompt") for one in asked], body
 
 
@@ -148,7 +148,7 @@ async def test_prompts_over_the_context_are_refused_with_their_length(renderer: 
 async def test_texts_that_no_context_holds_are_rendered_once_at_most(
     renderer: VllmRenderer, messages: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(renderer, "_ask_chat", None)
+    monkeypatch.setattr(renderer._vllm, "chat", None)
     with pytest.raises(ContextLengthExceeded, match=r"characters at most, but messages has 20\d{5}$") as refused:
         await renderer.render_chat({"messages": messages})
     assert refused.value.param == "messages"
@@ -202,7 +202,7 @@ async def test_the_first_prompt_over_the_context_ends_a_list(
 
 async def test_a_prompt_that_fills_the_context_leaves_no_room_for_an_answer(renderer: VllmRenderer) -> None:
     num_words = 8190
-    while (num_tokens := len((await renderer._ask_completions({"prompt": "word " * num_words}))[0].token_ids)) != 8191:
+    while (num_tokens := len((await renderer._vllm.completions({"prompt": "word " * num_words}))[0].token_ids)) != 8191:
         num_words += 8191 - num_tokens
     (fits,) = await renderer.render_completion({"prompt": "word " * num_words, "max_tokens": 1})
     assert len(fits.token_ids) == 8191

@@ -79,12 +79,12 @@ def tools_only(folder: str) -> VllmRenderer:
 
 @pytest.fixture(scope="module")
 def tokenizer(renderer: VllmRenderer) -> Any:
-    return renderer._online.renderer.get_tokenizer()
+    return renderer._vllm.online.renderer.get_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def parsers(renderer: VllmRenderer, tokenizer: Any) -> Parsers:
-    return Parsers(MODEL, tokenizer, renderer._online.model_config)
+    return Parsers(MODEL, tokenizer, renderer._vllm.online.model_config)
 
 
 def render(renderer: VllmRenderer, **changes: Any) -> RenderedPrompt:
@@ -190,6 +190,7 @@ def test_plain_chats_still_go_the_short_way(renderer: VllmRenderer, tools_only: 
 
 def test_tools_without_a_parser_are_refused(tools_only: VllmRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools_only, "_model", ModelConfig())
+    monkeypatch.setattr(tools_only._vllm, "_model", ModelConfig())
     with pytest.raises(InvalidRequest, match=r"model\.tool_parser"):
         render(tools_only, tools=TOOLS)
     assert render(tools_only, tools=TOOLS, tool_choice="none").parse is None
@@ -223,7 +224,7 @@ def test_calls_that_had_to_be_made(tools_only: VllmRenderer, tokenizer: Any, cho
     prompt = render(tools_only, tools=TOOLS, tool_choice=choice)
     assert prompt.parse is not None
     grammar = json.loads(prompt.sampling.structured_outputs)
-    parsers = Parsers(ModelConfig(tool_parser="hermes"), tokenizer, tools_only._online.model_config)
+    parsers = Parsers(ModelConfig(tool_parser="hermes"), tokenizer, tools_only._vllm.online.model_config)
     arguments = '{"place": "Ulm"}'
     if "structural_tag" in grammar:
         answer = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
@@ -283,7 +284,7 @@ def test_what_the_engine_is_told_of_reasoning(
 ) -> None:
     with_reasoning = Worker(parsers, tokenizer, render(renderer, tools=TOOLS, tool_choice="required"), "x").begin()
     assert set(with_reasoning.engine_arguments) == {"reasoning_parser_kwargs", "reasoning_ended"}
-    without = Parsers(ModelConfig(tool_parser="hermes"), tokenizer, tools_only._online.model_config)
+    without = Parsers(ModelConfig(tool_parser="hermes"), tokenizer, tools_only._vllm.online.model_config)
     assert not Worker(without, tokenizer, render(tools_only, tools=TOOLS), "x").begin().engine_arguments
 
 

@@ -8,10 +8,11 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 
-from kvferry.engine.grammar_forks import ForkServer, GrammarLimits
+from kvferry.engine.forks import ForkLimits, ForkServer
 
 
 def compile_spec(spec: str) -> None:
@@ -34,8 +35,15 @@ def compile_spec(spec: str) -> None:
         case "kill":
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)
+        case "files":
+            raise ValueError(",".join(str(Path(f"/proc/self/fd/{number}").readlink()) for number in range(3)))
         case "environment":
             raise ValueError(",".join(sorted(os.environ)))
+
+
+def work(payload: bytes) -> bytes:
+    compile_spec(payload.decode())
+    return b""
 
 
 def _recurse() -> None:
@@ -54,4 +62,4 @@ def _recurse() -> None:
 
 if __name__ == "__main__":
     with socket.socket(fileno=os.dup(0)) as connection:
-        ForkServer(connection, compile_spec, msgspec.json.decode(sys.argv[-1], type=GrammarLimits)).run()
+        ForkServer(connection, work, msgspec.json.decode(sys.argv[-1], type=ForkLimits)).run()

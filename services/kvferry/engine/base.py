@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, NewType, Protocol
 
 import msgspec
+from msgspec import structs
 
 from kvferry.errors import InvalidRequest
 from kvferry.pages.exchange import ExchangeFields
-from kvferry.pages.keys import page_salt
+from kvferry.pages.keys import ImageSpan, PageImages, page_salt
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 from kvferry.tenancy.outcome import TenantUsage
 from kvferry.tenancy.terms import EngineTerms
@@ -126,6 +127,30 @@ class Turn(msgspec.Struct, frozen=True):
     missing_tokens: int | None = None  # of the prompt, that the worker is expected to compute; None: not known
 
 
+class PromptImage(msgspec.Struct, frozen=True):
+    """An image of a prompt, as the model's processor made it.
+
+    Its `num_tokens` placeholder tokens begin at `offset`. Equal digests have equal features: they are of the image and
+    the processor's settings. `features` is private to renderer and engine; empty where pages come from another engine.
+    """
+
+    digest: str
+    offset: int
+    num_tokens: int
+    features: bytes = b""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_tokens
+
+
+class ChatImage(msgspec.Struct, frozen=True):
+    """The file of an image in a chat; `where` is its place in the body, for errors."""
+
+    data: bytes
+    where: str
+
+
 class EngineRequest(msgspec.Struct, frozen=True):
     """`keep_for_transfer` and `transfer_params` exclude each other."""
 
@@ -148,10 +173,15 @@ class EngineRequest(msgspec.Struct, frozen=True):
     turn: Turn | None = None  # None where tenants have no shares
     pool: str = ""  # whose workers alone may have it; empty: the default one
     adapter: str = ""  # of EngineInfo.adapters; empty: the model itself
+    images: tuple[PromptImage, ...] = ()  # by offset; they do not overlap
 
     @property
     def page_salt(self) -> str:
         return page_salt(self.cache_salt, self.adapter)
+
+    @property
+    def image_spans(self) -> list[ImageSpan]:
+        return [ImageSpan(image.digest, image.offset, image.num_tokens) for image in self.images]
 
 
 # In transfer parameters of pages that were computed with an adapter.
@@ -170,6 +200,44 @@ def validate_adapter(request: EngineRequest) -> None:
             raise InvalidRequest(
                 f"the pages were computed with adapter {of_pages[:100]!r}, and the request is for {request.adapter!r}"
             )
+
+
+MAX_IMAGES = 128  # of one prompt
+MAX_DIGEST_CHARS = 128
+
+
+def validate_images(request: EngineRequest) -> None:
+    """Raises InvalidRequest."""
+    images = request.images
+    if len(images) > MAX_IMAGES:
+        raise InvalidRequest(f"the prompt has {len(images)} images; the limit is {MAX_IMAGES}")
+    before, num_tokens = 0, len(request.prompt_token_ids)
+    for number, image in enumerate(images):
+        if not 0 < len(image.digest) <= MAX_DIGEST_CHARS:
+            raise InvalidRequest(
+                f"image {number} has a digest of {len(image.digest)} characters; 1 to {MAX_DIGEST_CHARS} are allowed"
+            )
+        if image.num_tokens < 1 or not before <= image.offset <= image.end <= num_tokens:
+            raise InvalidRequest(
+                f"image {number} has tokens {image.offset} to {image.end} of a prompt of {num_tokens}; images come in "
+                "order, and do not overlap"
+            )
+        before = image.end
+        if not image.features and request.transfer_params is None:
+            raise InvalidRequest(f"image {number} has no features, and the prompt's pages come from no other engine")
+    if before == num_tokens and images:
+        # A decode engine computes the last token itself, and would need the image for it.
+        raise InvalidRequest("an image is the end of the prompt: text must follow the last image")
+
+
+def without_features(request: EngineRequest) -> EngineRequest:
+    if not any(image.features for image in request.images):
+        return request
+    return structs.replace(request, images=tuple(structs.replace(image, features=b"") for image in request.images))
+
+
+def features_bytes(request: EngineRequest) -> int:
+    return sum(len(image.features) for image in request.images)
 
 
 def validate_continuation(request: EngineRequest) -> None:
@@ -366,7 +434,8 @@ class PagesStored:
     """Pages entered the prefix cache or a tier.
 
     `token_ids` has block_size ids per page; `parent_hash` is None at a prompt's start. `cache_salt` is the request's
-    `page_salt`. Pages from slower tiers come in any order, with `route_keys` instead of tokens, size, parent and salt.
+    `page_salt`, `images` are of the pages that have some, by their places in `page_hashes`. Pages from slower tiers
+    come in any order, with `route_keys` instead of tokens, size, parent, salt and images.
     """
 
     page_hashes: Sequence[int]
@@ -376,6 +445,7 @@ class PagesStored:
     cache_salt: str | None = None
     medium: str = "GPU"
     route_keys: Sequence[int] | None = None
+    images: PageImages = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,12 +537,20 @@ class RenderedPrompt:
     sampling: Sampling
     text: str | None = None
     parse: Parse | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 class Renderer(Protocol):
     """Turns validated OpenAI bodies into prompts. Raises InvalidRequest and ContextLengthExceeded."""
 
-    async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt: ...
+    @property
+    def takes_images(self) -> bool: ...
+
+    async def render_chat(
+        self, body: Mapping[str, Any], images: Sequence[ChatImage] = (), *, salt: str = ""
+    ) -> RenderedPrompt:
+        """`images` are those of the parts of type `image_url`, which have no URLs; kept for requests of this `salt`."""
+        ...
 
     async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]: ...
 

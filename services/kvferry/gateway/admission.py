@@ -37,6 +37,7 @@ OF_POOL = " of pool "
 # Of which a tenant may have as many as are left for others.
 _CHOICES = "choices"
 _TOKENS = "prompt tokens"
+_IMAGE_BYTES = "bytes of images"
 _NO_USE = Usage()
 
 
@@ -85,6 +86,7 @@ class Claim:
         "is_cut",
         "num_body_bytes",
         "num_choices",
+        "num_image_bytes",
         "num_limited",
         "num_prompt_tokens",
         "route",
@@ -98,6 +100,7 @@ class Claim:
         self.num_choices = 0
         self.num_prompt_tokens = 0
         self.num_body_bytes = 0
+        self.num_image_bytes = 0
         self.tenant = ""
         self.route: Route | None = None  # once the request is read
         self.work: Work | None = None  # once the request is rendered
@@ -163,8 +166,36 @@ class Claim:
         admission.num_prompt_tokens += num_tokens
         admission.count(self.tenant, _TOKENS, num_tokens)
 
+    def hold_images(self, num_bytes: int) -> None:
+        """Replace what it holds for images. Raises as `take_choices` does."""
+        admission = self._admission
+        num_more = num_bytes - self.num_image_bytes
+        if num_bytes > admission.max_image_bytes:
+            raise InvalidRequest(
+                f"the images of all choices take {num_bytes} bytes; gateway.images.max_pending_mib allows "
+                f"{admission.max_image_bytes}",
+                param="messages",
+            )
+        if num_more > 0:
+            if admission.num_image_bytes + num_more > admission.max_image_bytes:
+                raise Overloaded(
+                    f"images of {admission.num_image_bytes} bytes are in flight and this request has {num_more} more; "
+                    f"gateway.images.max_pending_mib allows {admission.max_image_bytes}"
+                )
+            admission.require_tenants_part(
+                self.tenant,
+                _IMAGE_BYTES,
+                num_more,
+                admission.num_image_bytes,
+                admission.max_image_bytes,
+                param="messages",
+            )
+        self.num_image_bytes = num_bytes
+        admission.num_image_bytes += num_more
+        admission.count(self.tenant, _IMAGE_BYTES, num_more)
+
     def take_answer(self, prompts: Sequence[RenderedPrompt], n: int) -> None:
-        """Take the prompts' tokens for an answer of `n` choices per prompt, and give the body's bytes back.
+        """Take the prompts' tokens and images for an answer of `n` choices per prompt; give the body's bytes back.
 
         Raises InvalidRequest for an answer that may become too large, TenantLimited, and as `take_prompt_tokens` does.
         """
@@ -182,6 +213,7 @@ class Claim:
             _check_logprobs(num_choices, max_tokens, num_top)
         num_prompt_tokens = n * sum(len(prompt.token_ids) for prompt in prompts)
         self.take_prompt_tokens(num_prompt_tokens)
+        self.hold_images(n * sum(len(image.features) for prompt in prompts for image in prompt.images))
         limits = self._admission.limits
         if limits is not None and limits.admit(self.tenant, num_choices, num_prompt_tokens):
             self.num_limited = num_choices
@@ -194,6 +226,7 @@ class Claim:
         admission.count(self.tenant, _CHOICES, -self.num_choices)
         admission.count(self.tenant, _TOKENS, -self.num_prompt_tokens)
         self.num_choices = self.num_prompt_tokens = 0
+        self.hold_images(0)
         if self.num_limited and admission.limits is not None:
             admission.limits.end(self.tenant, self.num_limited)
             self.num_limited = 0
@@ -281,10 +314,12 @@ class Admission:
         self.num_choices = 0
         self.num_prompt_tokens = 0
         self.num_body_bytes = 0
+        self.num_image_bytes = 0
         self.arriving: dict[Claim, tuple[asyncio.Timeout, float]] = {}  # bodies and when they began, the oldest first
         self.max_choices = config.max_requests
         self.max_prompt_tokens = config.max_prompt_tokens
         self.max_body_bytes = config.max_pending_body_bytes
+        self.max_image_bytes = config.images.max_pending_mib << 20
         self.idle = asyncio.Event()  # set while nothing is in flight
         self.idle.set()
         self.tracing: Tracing | None = None
@@ -367,13 +402,15 @@ class Admission:
         if self.by_tenant is not None:
             self.by_tenant.add(counted, tenant)
 
-    def require_tenants_part(self, tenant: str, what: str, num_wanted: int, num_taken: int, most: int) -> None:
+    def require_tenants_part(
+        self, tenant: str, what: str, num_wanted: int, num_taken: int, most: int, *, param: str = "n"
+    ) -> None:
         """Raises unless the tenant holds no more than is left for others, where requests are counted by tenant."""
         if self.by_tenant is None:
             return
         if 2 * num_wanted > most:
             raise InvalidRequest(
-                f"{num_wanted} {what} are too many; of this gateway's {most} a tenant may have half", param="n"
+                f"{num_wanted} {what} are too many; of this gateway's {most} a tenant may have half", param=param
             )
         held, left = self._held.get((tenant, what), 0) + num_wanted, most - num_taken - num_wanted
         if held > left:

@@ -62,7 +62,7 @@ def _requests_of(
     Tokens are arrays, which halves the time of route keys.
     """
     requests: list[EngineRequest] = []
-    salt = tenant.cache_salt if cache_salt is None else tenant.salt_of(cache_salt)
+    salt = salt_of(tenant, cache_salt)
     if is_of_entry(pool):
         # Models have tokens in common: without this, pages of one would be looked for under the keys of another.
         salt = f"{pool}/{salt}"
@@ -87,9 +87,14 @@ def _requests_of(
                     turn=tenant.turn,
                     pool=pool,
                     adapter=adapter,
+                    images=prompt.images,
                 )
             )
     return requests
+
+
+def salt_of(tenant: Tenant, cache_salt: str | None) -> str:
+    return tenant.cache_salt if cache_salt is None else tenant.salt_of(cache_salt)
 
 
 class Generation:

@@ -14,15 +14,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import uvicorn
 from msgspec import structs
 
 from kvferry import __version__
 from kvferry.addresses import join_host_port, reachable_host
-from kvferry.config import DEFAULT_POOL, ClusterConfig, entry_of
+from kvferry.config import DEFAULT_POOL, ClusterConfig, ModelConfig, entry_of
 from kvferry.engine.base import Renderer
-from kvferry.engine.grammar_checks import WALL_PER_CPU, GrammarChecks
-from kvferry.engine.grammar_forks import GrammarLimits
+from kvferry.engine.fork_process import WALL_PER_CPU, ForkProcess
+from kvferry.engine.forks import ForkLimits
+from kvferry.engine.grammar_checks import STACK_BYTES, GrammarChecks
+from kvferry.engine.image_chats import ImageChats, ImageSettings, image_identity
 from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import KvferryError
@@ -30,9 +33,11 @@ from kvferry.exposition import SpanCounts
 from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import OF_POOL, Admission, Readiness
 from kvferry.gateway.asgi import HttpApp
+from kvferry.gateway.chat_images import ChatImages
 from kvferry.gateway.grpc_requests import Inference
 from kvferry.gateway.grpc_server import GrpcEndpoint
 from kvferry.gateway.identification import Identification
+from kvferry.gateway.image_fetch import ImageFetcher
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
 from kvferry.gateway.models import Models
 from kvferry.gateway.openai_endpoint import OpenAI
@@ -109,21 +114,56 @@ def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
         return SimRenderer(
             config.sim.max_model_len, tool_parser=model.tool_parser, reasoning_parser=model.reasoning_parser
         )
-    return VllmRenderer(model_folder, config.served_name, config.model, _grammar_checks(config, model_folder))
+    return VllmRenderer(
+        model_folder,
+        config.served_name,
+        _of_engines(config),
+        _grammar_checks(config, model_folder),
+        _image_chats(config, model_folder),
+    )
 
 
 def _grammar_checks(config: ClusterConfig, model_folder: str) -> GrammarChecks:
     gateway = config.gateway
     trust = ["--trust-remote-code"] if config.model.trust_remote_code else []
-    limits = GrammarLimits(
+    limits = ForkLimits(
         cpu_s=gateway.grammar_cpu_s,
         wall_s=gateway.grammar_cpu_s * WALL_PER_CPU,
         memory_bytes=gateway.grammar_memory_mib << 20,
+        stack_bytes=STACK_BYTES,
     )
     return GrammarChecks(
         [sys.executable, "-m", "kvferry.engine.vllm.grammar_process", "--model-folder", model_folder, *trust],
         limits,
         num_processes=gateway.grammar_processes,
+    )
+
+
+def _of_engines(config: ClusterConfig) -> ModelConfig:
+    # Features of images are of the engines' dtype.
+    return config.model.model_copy(update={"dtype": config.model_dtype})
+
+
+def _image_chats(config: ClusterConfig, model_folder: str) -> ImageChats | None:
+    images = config.gateway.images
+    if not images.max_per_request:
+        return None
+    max_prepared_bytes = images.max_prepared_mib << 20
+    settings = ImageSettings(max_pixels=images.max_pixels, max_prepared_bytes=max_prepared_bytes)
+    command = [
+        *(sys.executable, "-m", "kvferry.engine.vllm.image_process"),
+        *("--model-folder", model_folder),
+        *("--served-name", config.served_name),
+        *("--model", _of_engines(config).model_dump_json()),
+        *("--settings", msgspec.json.encode(settings).decode()),
+    ]
+    limits = ForkLimits(cpu_s=images.cpu_s, wall_s=images.cpu_s * WALL_PER_CPU, memory_bytes=images.memory_mib << 20)
+    return ImageChats(
+        ForkProcess(command, limits, "images cannot be prepared now"),
+        image_identity(model_folder, config.model_dtype),
+        num_processes=images.processes,
+        max_prepared_bytes=max_prepared_bytes,
+        cache_bytes=images.cache_mib << 20,
     )
 
 
@@ -169,6 +209,7 @@ class GatewayHost:
             read_grammar_outcomes=lambda: self._models.grammar_outcomes(),
             read_admitted=lambda: self.admission.in_flight,
             read_num_unread_bytes=lambda: self.app.unread_answers.num_bytes,
+            read_num_image_bytes=lambda: self.admission.num_image_bytes,
         )
         self._tracing: Tracing | None = None
         self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
@@ -199,6 +240,7 @@ class GatewayHost:
         self.grpc = GrpcEndpoint(
             gateway, self.metrics, self.admission, self.readiness, access, models, self.app.unread_answers
         )
+        self._fetcher = ImageFetcher(gateway.images) if gateway.images.allowed_hosts else None
         self._tls = GatewayTls(gateway.tls) if gateway.tls.enabled else None
         self._readiness_changed = asyncio.Event()
         self._notifier: asyncio.Task[None] | None = None
@@ -243,7 +285,8 @@ class GatewayHost:
         self.volume_pool.start()
         await self._models.load()
         timeouts = TokenTimeouts(gateway.first_token_timeout_s, gateway.inter_token_timeout_s)
-        self.app.openai = OpenAI(self._dispatcher, self.metrics, self._models, self._adapters, timeouts)
+        images = ChatImages(gateway.images, self._fetcher)
+        self.app.openai = OpenAI(self._dispatcher, self.metrics, self._models, self._adapters, timeouts, images)
         self.grpc.inference = Inference(self._dispatcher, self.metrics, self._models, self._adapters, timeouts)
         self._note_readiness()
         self._registering = asyncio.create_task(self._register())
@@ -350,6 +393,8 @@ class GatewayHost:
         await asyncio.gather(*left, return_exceptions=True)
         await self._deregister()
         await self._models.close()
+        if self._fetcher is not None:
+            await self._fetcher.close()
         await self._listener.stop()
         await self._server.cut()
         if self.metrics.tenants.log is not None:

@@ -20,6 +20,7 @@ from kvferry.telemetry import (
     GENERATED_TOKENS,
     GRAMMAR_CHECKS,
     HINTED_REQUESTS,
+    IMAGE_BYTES_IN_FLIGHT,
     INTER_TOKEN,
     MODELS_SEEN,
     PROMPT_TOKENS,
@@ -97,6 +98,7 @@ class GatewayMetrics(RouterMetrics):
         read_grammar_outcomes: Callable[[], Mapping[str, int]] = dict,
         read_admitted: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
         read_num_unread_bytes: Callable[[], int] = lambda: 0,
+        read_num_image_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         """`read_admitted` returns the choices, prompt tokens and body bytes in flight."""
         self.exposition = exposition = Exposition(Exporter.GATEWAY)
@@ -120,6 +122,7 @@ class GatewayMetrics(RouterMetrics):
         admitted = (CHOICES_IN_FLIGHT, PROMPT_TOKENS_IN_FLIGHT, BODY_BYTES_IN_FLIGHT)
         exposition.read(admitted, lambda: map(Reading, admitted, itertools.repeat(()), read_admitted()))
         exposition.read((UNREAD_ANSWER_BYTES,), lambda: [Reading(UNREAD_ANSWER_BYTES, (), read_num_unread_bytes())])
+        exposition.read((IMAGE_BYTES_IN_FLIGHT,), lambda: [Reading(IMAGE_BYTES_IN_FLIGHT, (), read_num_image_bytes())])
         exposition.read((GATEWAY_SPANS,), lambda: read_spans(GATEWAY_SPANS, read_span_counts()))
         exposition.read(
             (GRAMMAR_CHECKS,),

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from kvferry.errors import InvalidRequest
 from kvferry.gateway import structured_limits
+from kvferry.gateway.chat_images import IMAGE_PART
 from kvferry.gateway.json_text import decode_json, json_type, object_of, require_few_values, surrogate_fault
 from kvferry.gateway.long_texts import LONG_BYTES, decode_in_steps
 from kvferry.tenancy.terms import MAX_WANTED_S
@@ -159,6 +160,17 @@ class ToolCall(msgspec.Struct, frozen=True):
     function: CalledFunction
 
 
+class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None  # no effect: the model's processor decides
+
+
+class ImagePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    # With `uuid` vLLM would take one image for another.
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
@@ -246,10 +258,22 @@ def num_prompts(body: CompletionBody) -> int:
 def for_renderer(body: ChatBody | CompletionBody) -> dict[str, Any]:
     """Return the client's fields, without the gateway's own, as JSON values."""
     values: dict[str, Any] = msgspec.to_builtins(body)
-    if isinstance(body, ChatBody) and not body.tools:
-        for name in ("tools", "tool_choice", "parallel_tool_calls"):
-            values[name] = None
+    if isinstance(body, ChatBody):
+        if not body.tools:
+            for name in ("tools", "tool_choice", "parallel_tool_calls"):
+                values[name] = None
+        for message in values["messages"]:
+            _leave_known_keys(message)
     return {key: value for key, value in values.items() if value is not None and key not in _GATEWAY_ONLY}
+
+
+def _leave_known_keys(message: dict[str, Any]) -> None:
+    # vLLM takes a part of text with a `uuid` for what a key such as `image_url` names.
+    content = message.get("content")
+    if isinstance(content, list) and any(len(part) > 2 for part in content):
+        message["content"] = [
+            {"type": "text", "text": part["text"]} if part["type"] == "text" else part for part in content
+        ]
 
 
 def _object(raw: bytes) -> dict[str, Any]:
@@ -337,10 +361,13 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
     if isinstance(content, list):
         for i, part in enumerate(content):
             kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
+            if kind == IMAGE_PART:
+                _check_image(f"{where}.content[{i}]", role, part)
+            elif kind != "text" or not isinstance(part.get("text"), str):
                 found = repr(kind) if isinstance(kind, str) else json_type(kind)
                 raise InvalidRequest(
-                    f"{where}.content[{i}]: only parts of type 'text' with a string are supported, not {found}",
+                    f"{where}.content[{i}]: only parts of type 'text' with a string, and 'image_url', are supported, "
+                    f"not {found}",
                     param=f"{where}.content",
                 )
     elif content is not None and not isinstance(content, str):
@@ -348,6 +375,17 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
             f"{where}.content: expected a string or a list of parts, not {json_type(content)}",
             param=f"{where}.content",
         )
+
+
+def _check_image(where: str, role: str, part: Mapping[str, Any]) -> None:
+    if role != "user":
+        raise InvalidRequest(f"{where}: only messages of users have images, not of {role}", param=where)
+    try:
+        msgspec.convert(part, ImagePart)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$")
+        place = where + path.strip("`")
+        raise InvalidRequest(f"{place}: {text[0].lower()}{text[1:]}", param=place) from None
 
 
 def _check_tool_calls(where: str, role: str, calls: object) -> None:

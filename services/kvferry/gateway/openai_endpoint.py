@@ -17,7 +17,8 @@ from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.canary import beginning_of
-from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort
+from kvferry.gateway.chat_images import ChatImages
+from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort, salt_of
 from kvferry.gateway.json_values import MAX_VALUES, check_num_values
 from kvferry.gateway.large_bodies import in_thread_if_large, join
 from kvferry.gateway.metrics import GatewayMetrics
@@ -66,8 +67,10 @@ class OpenAI:
         models: Models,
         adapters: AdapterNames,
         timeouts: TokenTimeouts,
+        images: ChatImages,
     ) -> None:
         self._timeouts = timeouts
+        self._images = images
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._models = models
@@ -84,7 +87,11 @@ class OpenAI:
         claim.route = route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)
         claim.take_choices(body.n or 1)
         with route.model.rendering() as renderer:
-            rendered = await renderer.render_chat(fields)
+            messages = fields["messages"]
+            images = await self._images.load(messages, claim, takes_images=renderer.takes_images)
+            if images:
+                body = structs.replace(body, messages=messages)  # without the URLs
+            rendered = await renderer.render_chat(fields, images, salt=salt_of(tenant, body.cache_salt))
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         fmt = ChatFormat
         if rendered.parse is not None:

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from kvferry.config import MAX_ADAPTERS
 from kvferry.engine.base import (
+    MAX_IMAGES,
     AnswerDelta,
     Backlogs,
     CachedTokens,
@@ -24,6 +25,7 @@ from kvferry.engine.base import (
     EngineStats,
     FinishReason,
     Parse,
+    PromptImage,
     PromptSources,
     RequestId,
     Sampling,
@@ -128,6 +130,10 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
         submit.preemptible = True
     if request.turn is not None:
         turn_to_wire(request.turn, submit.turn)
+    for image in request.images:
+        submit.images.add(
+            digest=image.digest, offset=image.offset, num_tokens=image.num_tokens, features=image.features
+        )
     return message
 
 
@@ -175,6 +181,10 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         turn=_turn_from_wire(message.turn) if message.HasField("turn") else None,
         pool=message.pool,
         adapter=message.adapter,
+        images=tuple(
+            PromptImage(image.digest, image.offset, image.num_tokens, image.features)
+            for image in message.images[: MAX_IMAGES + 1]  # of which engines refuse the last one
+        ),
     )
 
 

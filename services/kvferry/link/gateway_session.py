@@ -15,7 +15,13 @@ from typing import Protocol
 from google.protobuf.message import DecodeError
 from msgspec import structs
 
-from kvferry.engine.base import Engine, EngineOutput, EngineRequest, TransferParams
+from kvferry.engine.base import (
+    Engine,
+    EngineOutput,
+    EngineRequest,
+    TransferParams,
+    without_features,
+)
 from kvferry.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -29,6 +35,7 @@ from kvferry.errors import (
 )
 from kvferry.link import codec
 from kvferry.link.flow_control import SILENCE_LIMIT_S
+from kvferry.link.image_room import ImageRoom, WaitingImages
 from kvferry.link.outgoing_queue import OutgoingQueue
 from kvferry.link.protocol import QUARANTINE, identity_of, why_no_adapter, why_other_pool
 from kvferry.link.session_tenants import SessionTenants
@@ -91,6 +98,8 @@ class SessionHost(Protocol):
         """Requests of all sessions, on decode workers whose tenants have limits."""
         ...
 
+    @property
+    def image_room(self) -> ImageRoom: ...
     def stats(self) -> pb.Load: ...
     def refusal(self, tenant: str = "", *, is_resumed: bool = False, has_place: bool = False) -> KvferryError | None:
         """Return why no new request can be accepted now, or None. One that `has_place` counts already."""
@@ -243,8 +252,7 @@ class GatewaySession:
         return self._worker.refusal(tenant, is_resumed=is_resumed, has_place=has_place)
 
     def num_requests_of(self, tenant: str) -> int:
-        """O(requests)."""
-        return self._tenants.num_requests(tenant)
+        return self._tenants.num_requests(tenant)  # O(requests)
 
     def _refuse(self, number: int, refusal: KvferryError) -> None:
         if isinstance(refusal, Overloaded) and not isinstance(refusal, TenantOverloaded):
@@ -264,6 +272,7 @@ class GatewaySession:
         if refusal is None:
             try:
                 request = codec.submit_from_wire(message)
+                refusal = self._worker.image_room.refusal(request)
             except ValueError as error:
                 # One bad message must not end the link, and with it every other request of that gateway.
                 log.warning("request %s cannot be read: %s", message.request_id, error)
@@ -310,6 +319,7 @@ class GatewaySession:
         if instrumented.span is not None:
             request = structs.replace(request, trace=instrumented.span.context)
         output: EngineOutput | None = None
+        images, request = WaitingImages(self._worker.image_room, request), without_features(request)
         num_generated = 0
         self._tenants.begin(request)
         try:
@@ -318,12 +328,11 @@ class GatewaySession:
                 asyncio.timeout_at(self._deadline(request)),
                 self._worker.turn(request) as on_engine,
                 contextlib.aclosing(  # type: ignore[type-var]
-                    self._worker.engine.generate(
-                        structs.replace(request, due_ms=on_engine.due_ms) if on_engine.due_ms else request
-                    )
+                    self._worker.engine.generate(images.of_engine(request, on_engine.due_ms))
                 ) as outputs,
             ):
                 async for output in outputs:
+                    images.leave()
                     if on_engine.is_computing:
                         on_engine.note(output)
                     self._add(number, output)
@@ -355,6 +364,7 @@ class GatewaySession:
             if request.is_suspect:
                 self._worker.end_trial((self, number))
             self._tenants.end(request, num_generated)
+            images.leave()
             self._worker.requests_changed()
 
     def _deadline(self, request: EngineRequest) -> float | None:

@@ -20,7 +20,8 @@ QUARANTINE = "quarantine"  # requests that workers pass on to all gateways
 REPLAY = "replay"  # of an answer's tokens in its grammar, when it goes on
 POOLS = "pools"  # of workers: requests name theirs, and gateways keep to those of tenants
 ADAPTERS = "adapters"  # LoRA: requests name theirs, and workers refuse one that they do not have
-FEATURES = (RESERVE, QUARANTINE, REPLAY, POOLS, ADAPTERS)
+IMAGES = "images"  # of prompts: a worker without it would compute their placeholder tokens as text
+FEATURES = (RESERVE, QUARANTINE, REPLAY, POOLS, ADAPTERS, IMAGES)
 
 _MAX_FEATURES = 64  # that a peer may name
 

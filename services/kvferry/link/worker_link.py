@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kvferry import __version__
 from kvferry.config import WorkerConfig
-from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TransferParams, Turn
+from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TransferParams, Turn, features_bytes
 from kvferry.errors import InvalidRequest, KvferryError, Overloaded, TenantOverloaded, WorkerLost
 from kvferry.link import codec
 from kvferry.link.connection import Connection, dial
@@ -156,10 +156,7 @@ class WorkerLink:
         number = self._next_number
         if place is not None and place.generation == self.generation:
             number = place.number
-        payload = codec.submit_to_wire(number, request).SerializeToString()
-        if len(payload) > MAX_FRAME_BYTES:
-            # The worker would end the link, and with it every other request of this gateway.
-            raise InvalidRequest(f"the request takes {len(payload)} bytes to a worker; the limit is {MAX_FRAME_BYTES}")
+        payload = _submit_payload(number, request)
         if number == self._next_number:
             self._next_number += 1
         else:
@@ -446,3 +443,15 @@ class WorkerLink:
         if load.draining != self.draining:
             self.draining = load.draining
             self._on_change()
+
+
+def _submit_payload(number: int, request: EngineRequest) -> bytes:
+    """Raises InvalidRequest for one over MAX_FRAME_BYTES."""
+    of_images, payload = features_bytes(request), b""
+    if of_images <= MAX_FRAME_BYTES:
+        payload = codec.submit_to_wire(number, request).SerializeToString()
+    if (size := max(len(payload), of_images)) > MAX_FRAME_BYTES:
+        # The worker would end the link, and with it every other request of this gateway.
+        parts = f", {of_images} of them for its {len(request.images)} images," if of_images else ""
+        raise InvalidRequest(f"the request takes {size} bytes{parts} to a worker; the limit is {MAX_FRAME_BYTES}")
+    return payload

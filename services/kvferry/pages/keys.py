@@ -1,6 +1,8 @@
 """Route keys: a 64-bit xxh3 chain over token ids, seeded from a salt.
 
 key[i] = xxh3_64(tokens of page i as little-endian u32, seed=key[i - 1])
+
+Where images have tokens of page i, their digests and places are hashed into the seed first.
 """
 
 from __future__ import annotations
@@ -9,13 +11,14 @@ import functools
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import xxhash
 
 # Route keys are hints. They are 64 bits of a hash that is not cryptographic: two prompts may share one by accident, and
 # a client that chooses tokens may look for such a pair. An engine's own page hash decides which bytes are read: a wrong
-# route key costs a detour, never a wrong page. Images are not in the key: their pages look alike here.
+# route key costs a detour, never a wrong page.
 
 TOKEN_BYTES = 4
 KEY_BYTES = 8
@@ -23,7 +26,30 @@ KEY_BYTES = 8
 # Any constant. It keeps the seed of a salt apart from the plain xxh3 of the same text.
 _SEED_OF_SALTS = 0x6B76666572727932
 
+# The same for images: it keeps their digests apart from a page of the same bytes.
+_SEED_OF_IMAGES = 0x6B76666572727933
+
 _BIG_ENDIAN = sys.byteorder == "big"
+
+
+class ImageSpan(NamedTuple):
+    digest: str
+    offset: int
+    num_tokens: int
+
+
+# Of each page that has tokens of images: digest, and offset from the page's first token, which may be negative.
+PageImages = Mapping[int, Sequence[tuple[str, int]]]
+
+
+def page_images(images: Iterable[ImageSpan], block_size: int, num_pages: int) -> PageImages:
+    """Return the images of the first `num_pages` pages, as vLLM does. `images` are ordered by offset."""
+    found: dict[int, list[tuple[str, int]]] = {}
+    for digest, offset, num_tokens in images:
+        last = min(num_pages - 1, (offset + num_tokens - 1) // block_size)
+        for page in range(offset // block_size, last + 1):
+            found.setdefault(page, []).append((digest, offset - page * block_size))
+    return found
 
 
 def page_salt(cache_salt: str, adapter: str) -> str:
@@ -37,11 +63,11 @@ def seed_of(salt: str) -> int:
     return xxhash.xxh3_64_intdigest(salt.encode("utf-8", "surrogatepass"), _SEED_OF_SALTS)
 
 
-def route_keys(token_ids: Sequence[int], block_size: int, parent: int) -> list[int]:
+def route_keys(token_ids: Sequence[int], block_size: int, parent: int, images: PageImages | None = None) -> list[int]:
     """Return one key per full page of `block_size` tokens; fastest for an `array("I")`.
 
-    `parent` is `seed_of(salt)` or the previous page's key. Raises ValueError for a block size below 1, OverflowError
-    or TypeError for ids that are not u32.
+    `images` are counted from the first of these pages. `parent` is `seed_of(salt)` or the previous page's key. Raises
+    ValueError for a block size below 1, OverflowError or TypeError for ids that are not u32.
     """
     if block_size < 1:
         raise ValueError(f"a page of {block_size} tokens")
@@ -50,7 +76,23 @@ def route_keys(token_ids: Sequence[int], block_size: int, parent: int) -> list[i
     # Unpacking cuts all pages in one call: slicing them one by one costs as much again as hashing them.
     cut = _pages_of(num_pages, block_size * TOKEN_BYTES)
     digest = xxhash.xxh3_64_intdigest
+    if images:
+        keys = []
+        for i, page in enumerate(cut.unpack_from(packed)):
+            if i in images:
+                parent = digest(_pack_images(images[i]), parent ^ _SEED_OF_IMAGES)
+            parent = digest(page, parent)
+            keys.append(parent)
+        return keys
     return [parent := digest(page, parent) for page in cut.unpack_from(packed)]
+
+
+def _pack_images(images: Iterable[tuple[str, int]]) -> bytes:
+    packed = []
+    for name, offset in images:
+        raw = name.encode("utf-8", "surrogatepass")
+        packed += [struct.pack("<Iq", len(raw), offset), raw]
+    return b"".join(packed)
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

@@ -20,12 +20,14 @@ from kvferry.engine.base import (
     Sampling,
     TierHints,
     Turn,
+    without_features,
 )
 from kvferry.errors import (
     EngineDead,
     KvferryError,
     NoDecodeWorker,
     Overloaded,
+    PagesNotMoved,
     Preempted,
     Quarantined,
     RequestError,
@@ -384,7 +386,7 @@ class _RequestRun:
 
     def _decode_request(self, attempt: Attempt, request: EngineRequest) -> EngineRequest:
         if self._placer.kept is not None:
-            return structs.replace(request, transfer_params=self._placer.kept.params)
+            return structs.replace(without_features(request), transfer_params=self._placer.kept.params)
         if attempt.placement.prefill is not None:
             return request
         hints, turn = tier_hints(attempt.placement, request.tier), turn_at(attempt.placement, request.turn)
@@ -435,6 +437,12 @@ class _RequestRun:
         self._router.metrics.preempted_requests.inc()
 
     def _note_failed_decode(self, decode: WorkerLink, error: UnavailableError | Overloaded) -> None:
+        if isinstance(error, PagesNotMoved) and self._placer.kept is not None:
+            # Another prefill worker computes the prompt; the decode worker did nothing wrong.
+            holder = self._router.workers.link(self._placer.kept.holder.member_id)
+            self._placer.failed.add_prefill(holder)
+            self._placer.failed.forgive(decode)
+            self._router.metrics.prefill_fallbacks.labels(cause=PagesNotMoved.code).inc()
         if not isinstance(error, (WorkerDraining, Overloaded)):
             # That engine may have pulled the pages, or release them any moment, and a reader of released pages reads
             # another prompt's. The prefill worker has them cached and keeps them once more.

@@ -257,7 +257,10 @@ class EngineLosses:
 
 
 def digest_of(request: EngineRequest) -> bytes:
-    """Digest of tenant, prompt, parameters and adapter. Seeds are left out: the choices of one body differ in them."""
+    """Digest of tenant, prompt, parameters, adapter and images.
+
+    Seeds are left out: the choices of one body differ in them.
+    """
     digest = hashlib.sha256()
     sampling = structs.replace(request.sampling, seed=None)
     for part in (
@@ -265,8 +268,9 @@ def digest_of(request: EngineRequest) -> bytes:
         array("I", request.prompt_token_ids).tobytes(),
         msgspec.msgpack.encode(sampling),
         request.parse.request if request.parse is not None else b"",
-        # Without an adapter the digest is what earlier releases have.
+        # Without an adapter and images the digest is what earlier releases have.
         *([request.adapter.encode()] if request.adapter else []),
+        *([msgspec.msgpack.encode(request.image_spans)] if request.images else []),
     ):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from kvferry.config import entry_of, is_of_entry
 from kvferry.engine.base import EngineRequest, RequestId, TransferParams
 from kvferry.errors import KvferryError, NoDecodeWorker, Overloaded, Quarantined, UnavailableError
-from kvferry.link.protocol import REPLAY
+from kvferry.link.protocol import IMAGES, REPLAY
 from kvferry.link.quarantine import QUARANTINE_S, Quarantine
 from kvferry.link.worker_link import Place, WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
-from kvferry.pages.keys import route_keys, seed_of
+from kvferry.pages.keys import page_images, route_keys, seed_of
 from kvferry.router.answer import AnswerSoFar
 from kvferry.router.engine_losses import EngineLosses, RequestLosses, digest_of
 from kvferry.router.metrics import RouterMetrics
@@ -125,7 +125,8 @@ class RequestPlacer:
         self._router = router
         self._answer = answer
         self._record = record
-        self._may_be_aggregated = may_be_aggregated
+        # Decode workers encode images only where no prefill worker can.
+        self._may_be_aggregated = may_be_aggregated and not answer.request.images
         self._loss_ends_s: float | None = None  # of waiting for a worker since the last loss
         self._queue_ends_s: float | None = None  # of waiting in line
         self._was_full = False
@@ -195,10 +196,15 @@ class RequestPlacer:
 
     def _usable_decode(self) -> list[WorkerLink]:
         links = self._router.workers.usable(MemberKind.DECODE, self._pool)
-        return [link for link in links if not self._adapter or self._adapter in link.adapters]
+        return [link for link in links if self._has_what_it_needs(link)]
+
+    def _has_what_it_needs(self, link: WorkerLink) -> bool:
+        # A worker of an earlier release would take the placeholder tokens of images for text.
+        takes_images = not self._answer.request.images or IMAGES in link.features
+        return takes_images and (not self._adapter or self._adapter in link.adapters)
 
     def _nobody(self) -> str:
-        return no_decode_worker(self._pool, self._adapter)
+        return no_decode_worker(self._pool, self._adapter, has_images=bool(self._answer.request.images))
 
     async def _wait_in_line(self, request: EngineRequest) -> Attempt | None:
         """Place the request when its turn has come and a worker has room.
@@ -349,7 +355,7 @@ class RequestPlacer:
         full: list[Candidate] = []
         quiet: list[Candidate] = []  # taken if there are no others
         for link, candidate in candidates:
-            if not self.failed.may_try(link) or (self._adapter and self._adapter not in link.adapters):
+            if not (self.failed.may_try(link) and self._has_what_it_needs(link)):
                 continue
             if has_trials and router.losses.is_occupied(link.member.member_id, losses):
                 continue
@@ -368,20 +374,26 @@ class RequestPlacer:
             link.release(kept.params)
 
 
-def no_decode_worker(pool: str, adapter: str) -> str:
+def no_decode_worker(pool: str, adapter: str, *, has_images: bool = False) -> str:
     kind = "model" if is_of_entry(pool) else "pool"
     of_pool = f" of {kind} {entry_of(pool)!r}" if pool else ""
     name, _, digest = adapter.partition("@")
     same_files = ", with the files that the request began with," if digest else ""
     with_adapter = f" that has the adapter {name[:64]!r}{same_files}" if adapter else ""
-    return f"no decode worker{of_pool}{with_adapter} is connected"
+    with_images = " that takes images" if has_images else ""
+    return f"no decode worker{of_pool}{with_adapter}{with_images} is connected"
 
 
 def _placement_request(request: EngineRequest, block_size: int, number: int) -> PlacementRequest:
     tokens = request.prompt_token_ids
     return PlacementRequest(
         RequestId(f"{request.request_id}/{number}"),
-        route_keys(tokens, block_size, seed_of(request.page_salt)),
+        route_keys(
+            tokens,
+            block_size,
+            seed_of(request.page_salt),
+            page_images(request.image_spans, block_size, len(tokens) // block_size) if request.images else None,
+        ),
         len(tokens),
         block_size,
         request.sampling.max_tokens,

@@ -152,7 +152,9 @@ class PageMirror:
         ):
             self.num_unknown += len(event.page_hashes)
             return {}
-        return dict(zip(event.page_hashes, route_keys(event.token_ids, self._block_size, parent), strict=True))
+        return dict(
+            zip(event.page_hashes, route_keys(event.token_ids, self._block_size, parent, event.images), strict=True)
+        )
 
     def _keys_by_hash(self, page_hashes: Sequence[int]) -> dict[int, int]:
         new = {}

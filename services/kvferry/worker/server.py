@@ -18,6 +18,7 @@ from kvferry.link import codec
 from kvferry.link.frame_server import FrameServer
 from kvferry.link.gateway_session import GatewaySession, SessionTransport
 from kvferry.link.grpc_server import GrpcServer
+from kvferry.link.image_room import ImageRoom
 from kvferry.link.protocol import POOLS, Identity, identity_of, why_incompatible
 from kvferry.link.quarantine import Quarantine
 from kvferry.link.tenant_meter import TenantMeter
@@ -66,6 +67,7 @@ class WorkerServer:
         self.identity = identity or Identity()
         is_metered = turns is not None and role == MemberKind.DECODE.value
         self.meter = TenantMeter() if is_metered else None
+        self.image_room = ImageRoom()
         self._engine = engine
         self._turns = turns
         self._worker_id = worker_id

@@ -9,17 +9,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvferry.engine import grammar_checks
-from kvferry.engine.grammar_checks import MAX_SPEC_BYTES, MAX_WAITING, GrammarChecks, environment_of_process
-from kvferry.engine.grammar_forks import GrammarLimits
+from kvferry.engine import fork_process, grammar_checks
+from kvferry.engine.fork_process import environment_of_process
+from kvferry.engine.forks import ForkLimits
+from kvferry.engine.grammar_checks import MAX_SPEC_BYTES, MAX_WAITING, STACK_BYTES, GrammarChecks
 from kvferry.errors import InvalidRequest, NotReady, Overloaded
 from support.waiting import until
 
 COMMAND = [sys.executable, "-m", "tests.support.grammar_process"]
-LIMITS = GrammarLimits(cpu_s=0.3, wall_s=30.0, memory_bytes=256 << 20)
+LIMITS = ForkLimits(cpu_s=0.3, wall_s=30.0, memory_bytes=256 << 20, stack_bytes=STACK_BYTES)
 
 
-def made(limits: GrammarLimits = LIMITS, num_processes: int = 2) -> GrammarChecks:
+def made(limits: ForkLimits = LIMITS, num_processes: int = 2) -> GrammarChecks:
     return GrammarChecks(COMMAND, limits, num_processes=num_processes)
 
 
@@ -32,8 +33,8 @@ async def checks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GrammarChecks
 
 
 def pid_of(checks: GrammarChecks) -> int:
-    assert checks._process is not None
-    return checks._process.popen.pid
+    assert checks._process.pid is not None
+    return checks._process.pid
 
 
 def forks_of(checks: GrammarChecks) -> list[psutil.Process]:
@@ -69,7 +70,7 @@ async def test_what_exhausts_a_fork_is_refused_and_ends_nothing_else(checks: Gra
 
 
 async def test_a_fork_that_waits_is_killed_and_its_verdict_forgotten(checks: GrammarChecks) -> None:
-    late = made(GrammarLimits(cpu_s=30.0, wall_s=0.05, memory_bytes=256 << 20))
+    late = made(ForkLimits(cpu_s=30.0, wall_s=0.05, memory_bytes=256 << 20))
     for _ in range(2):
         with pytest.raises(Overloaded, match="too busy"):
             await late.check("wait", param=None)
@@ -114,11 +115,11 @@ async def test_verdicts_are_kept_up_to_a_number(checks: GrammarChecks, monkeypat
 async def test_a_spec_that_is_too_long_is_refused_before_any_process(checks: GrammarChecks) -> None:
     with pytest.raises(InvalidRequest, match=f"at most {MAX_SPEC_BYTES}"):
         await checks.check("ok" + "x" * MAX_SPEC_BYTES, param=None)
-    assert checks._process is None
+    assert checks._process.pid is None
 
 
 async def test_a_process_that_dies_is_started_again(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checks, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(fork_process, "_FIRST_PAUSE_S", 0.0)
     await checks.check("ok", param=None)
     with pytest.raises(NotReady, match="ended or hangs"):
         await checks.check("kill", param=None)
@@ -149,14 +150,18 @@ async def test_the_process_has_no_secrets_and_forks_no_connection(
     assert not any(name in seen for name in ("VLLM_API_KEY", "KVFERRY_API_KEY", "HF_TOKEN"))
 
 
+async def test_a_fork_can_neither_answer_for_others_nor_write_a_log(checks: GrammarChecks) -> None:
+    assert await refusal(checks, "files") == "response_format: /dev/null,/dev/null,/dev/null"
+
+
 async def test_forks_and_process_end_with_the_one_that_asks(checks: GrammarChecks) -> None:
     await checks.check("ok", param=None)
     held = asyncio.create_task(checks.check("wait", param=None))
     await until(lambda: len(forks_of(checks)) == 1)
     process = psutil.Process(pid_of(checks))
     (fork,) = forks_of(checks)
-    assert checks._process is not None
-    checks._process.writer.close()  # as the end of this process would
+    assert checks._process._process is not None
+    checks._process._process.writer.close()  # as the end of this process would
     await until(lambda: not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE)
     await until(lambda: process.status() == psutil.STATUS_ZOMBIE)
     with pytest.raises(NotReady):

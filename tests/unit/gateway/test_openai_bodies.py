@@ -67,7 +67,7 @@ def called(name: str, arguments: str, role: str = "assistant") -> dict[str, Any]
             "messages[0].content",
         ),
         (
-            chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+            chat(messages=[{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]),
             "only parts of type 'text'",
             "messages[0].content",
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.engine.base import (
+    MAX_IMAGES,
     AnswerDelta,
     CachedTokens,
     Continued,
@@ -15,12 +16,14 @@ from kvferry.engine.base import (
     EngineTimes,
     FinishReason,
     Parse,
+    PromptImage,
     PromptSources,
     RequestId,
     Sampling,
     TierHints,
     TokenLogprob,
     ToolCallDelta,
+    validate_images,
 )
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, Overloaded
 from kvferry.link import codec
@@ -72,10 +75,20 @@ def test_sampling_survives_the_wire(sampling: Sampling) -> None:
     ("keep", "transfer"), [(True, None), (False, {"remote_block_ids": [[1, 2]], "nested": {"a": None}}), (False, None)]
 )
 def test_a_request_survives_the_wire(keep: bool, transfer: dict[str, object] | None) -> None:
-    request = EngineRequest(RequestId("r-1"), [5, 6, 7], FULL, keep, transfer, "salt", adapter="sql@00")
+    images = (PromptImage("a" * 64, 0, 1, b"\x00features"), PromptImage("b", 1, 2))
+    request = EngineRequest(RequestId("r-1"), [5, 6, 7], FULL, keep, transfer, "salt", adapter="sql@00", images=images)
     message = pb.Downward.FromString(codec.submit_to_wire(9, request).SerializeToString())
     assert message.submit.number == 9
     assert codec.submit_from_wire(message.submit) == request
+
+
+def test_of_too_many_images_one_more_than_allowed_is_read() -> None:
+    images = tuple(PromptImage("a", i, 1, b"x") for i in range(2 * MAX_IMAGES))
+    request = EngineRequest(RequestId("r"), [1] * (2 * MAX_IMAGES + 1), FULL, images=images)
+    read = codec.submit_from_wire(codec.submit_to_wire(1, request).submit)
+    assert read.images == images[: MAX_IMAGES + 1]
+    with pytest.raises(InvalidRequest, match=f"{MAX_IMAGES + 1} images; the limit is {MAX_IMAGES}"):
+        validate_images(read)
 
 
 TERMS = EngineTerms(cpu=TierTerms(floor=0.25), device=TierTerms(floor=0.125, cap=0.75, ttl_s=60.0))

@@ -7,7 +7,16 @@ from array import array
 import pytest
 import xxhash
 
-from kvferry.pages.keys import pack_keys, pack_tokens, page_salt, route_keys, seed_of, unpack_keys
+from kvferry.pages.keys import (
+    ImageSpan,
+    pack_keys,
+    pack_tokens,
+    page_images,
+    page_salt,
+    route_keys,
+    seed_of,
+    unpack_keys,
+)
 
 
 def test_keys_are_the_chain_the_module_describes() -> None:
@@ -74,3 +83,40 @@ def test_keys_travel_as_little_endian_bytes() -> None:
     assert list(unpack_keys(pack_keys(keys))) == keys
     with pytest.raises(ValueError):
         unpack_keys(b"1234567")
+
+
+def with_images(*images: tuple[str, int, int], num_tokens: int = 40) -> list[int]:
+    found = page_images([ImageSpan(*image) for image in images], 8, num_tokens // 8)
+    return route_keys(list(range(num_tokens)), 8, seed_of("s"), found)
+
+
+def test_pages_are_an_images_from_its_first_token_on() -> None:
+    plain, one, other = with_images(), with_images(("a", 12, 10)), with_images(("b", 12, 10))
+    assert plain[:1] == one[:1] == other[:1], "pages before it are shared"
+    assert not set(plain[1:]) & set(one[1:])
+    assert not set(one[1:]) & set(other[1:]), "also pages after its last token"
+    assert with_images(("a", 12, 10), ("b", 39, 1))[:4] == one[:4]
+    assert len({tuple(keys) for keys in (one, with_images(("a", 11, 10)), with_images(("a", 12, 13)))}) == 3
+
+
+def test_two_images_of_one_page_are_told_apart_by_order_and_place() -> None:
+    layouts = [
+        (("a", 1, 2), ("b", 4, 2)),
+        (("b", 1, 2), ("a", 4, 2)),
+        (("a", 1, 2), ("b", 5, 2)),
+        (("ab", 1, 2),),
+        (("a", 1, 2), ("a", 4, 2)),
+    ]
+    assert len({with_images(*layout)[0] for layout in layouts}) == len(layouts)
+
+
+def test_pages_with_images_keep_their_keys() -> None:
+    """As test_keys_stay_what_they_are."""
+    images = page_images([ImageSpan("digest", 1, 2)], 2, 2)
+    assert images == {0: [("digest", 1)], 1: [("digest", -1)]}
+    assert route_keys([1, 2, 3, 4], 2, seed_of("salt"), images) == [0x9570C3D07C499214, 0xDEDFA1D6E8FCE723]
+
+
+def test_an_image_past_the_last_full_page_is_in_no_key() -> None:
+    assert with_images(("a", 33, 5), num_tokens=39) == with_images(num_tokens=39)
+    assert page_images([ImageSpan("a", 30, 100)], 8, 4) == {3: [("a", 6)]}

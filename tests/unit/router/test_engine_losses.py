@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec import structs
 
-from kvferry.engine.base import EngineRequest, Parse, RequestId, Sampling
+from kvferry.engine.base import EngineRequest, Parse, PromptImage, RequestId, Sampling, without_features
 from kvferry.membership.base import MemberId
 from kvferry.router.engine_losses import (
     BLAMED_S,
@@ -128,7 +128,7 @@ async def test_one_suspect_is_on_trial_on_a_worker() -> None:
 REQUEST = EngineRequest(RequestId("r"), [1, 2, 3], Sampling(max_tokens=5, seed=1), cache_salt="acme")
 
 
-def test_a_digest_is_of_tenant_prompt_parameters_and_adapter() -> None:
+def test_a_digest_is_of_tenant_prompt_parameters_adapter_and_images() -> None:
     same = structs.replace(REQUEST, request_id=RequestId("other"), sampling=structs.replace(REQUEST.sampling, seed=2))
     assert digest_of(same) == digest_of(REQUEST)
     others = [
@@ -138,8 +138,11 @@ def test_a_digest_is_of_tenant_prompt_parameters_and_adapter() -> None:
         structs.replace(REQUEST, parse=Parse(b"x")),
         structs.replace(REQUEST, adapter="sql@00"),
         structs.replace(REQUEST, adapter="sql@11"),
+        structs.replace(REQUEST, images=(PromptImage("a", 0, 1, b"x"),)),
+        structs.replace(REQUEST, images=(PromptImage("b", 0, 1, b"x"),)),
     ]
-    assert len({digest_of(each) for each in (REQUEST, *others)}) == 7
+    assert len({digest_of(each) for each in (REQUEST, *others)}) == 9
+    assert digest_of(without_features(others[-1])) == digest_of(others[-1])
 
 
 async def test_a_copy_of_a_blamed_request_is_a_suspect_and_waits_for_the_trial_of_another() -> None:

@@ -70,6 +70,8 @@ def validate_request(
     validate_continuation(request)
     if request.keep_for_transfer and request.transfer_params is not None:
         raise InvalidRequest("a request is either kept for transfer or pulled, not both")
+    if request.images:
+        raise InvalidRequest("the sim engine takes no images", param="messages")
     if request.request_id in active:
         raise InvalidRequest(f"request {request.request_id} is running already")
     if request.adapter and request.adapter not in adapters:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvferry.engine.base import RenderedPrompt, Sampling
+from kvferry.engine.base import ChatImage, RenderedPrompt, Sampling
 from kvferry.engine.sim.parsing import check_name, parse_of
 from kvferry.engine.sim.tokenizer import ROLE_TO_MARKER, SimTokenizer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
@@ -63,7 +63,15 @@ class SimRenderer:
     async def close(self) -> None:
         pass
 
-    async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt:
+    @property
+    def takes_images(self) -> bool:
+        return False
+
+    async def render_chat(
+        self, body: Mapping[str, Any], images: Sequence[ChatImage] = (), *, salt: str = ""
+    ) -> RenderedPrompt:
+        if images:
+            raise InvalidRequest(f"{images[0].where}: this model takes no images", param=images[0].where)
         if body.get("tools") and body.get("tool_choice") != "none" and not self._tool_parser:
             raise InvalidRequest("tools need model.tool_parser, which is not set", param="tools")
         token_ids = self._chat_tokens(body)

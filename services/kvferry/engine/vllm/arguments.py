@@ -62,6 +62,9 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "prefix_caching_hash_algo": "sha256_cbor",
         "enable_log_requests": False,
+        # An image comes with its features, or with none where its pages come from another engine; vLLM would look for
+        # the latter in this cache.
+        "mm_processor_cache_gb": 0,
         "worker_extension_cls": RELEASE_EXTENSION,
         "kv_transfer_config": kv_transfer,
         "kv_events_config": {

@@ -36,6 +36,8 @@ from kvferry.engine.base import (
     name_adapter,
     validate_adapter,
     validate_continuation,
+    validate_images,
+    without_features,
 )
 from kvferry.engine.parsing import ParsedAnswer
 from kvferry.engine.vllm.adapter_folder import stage
@@ -254,7 +256,6 @@ class VllmEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         from vllm.exceptions import VLLMClientError
-        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
         from kvferry.engine.vllm.outputs import finish_output, to_engine_output
@@ -265,7 +266,9 @@ class VllmEngine:
         transfer = _transfer_params(request)
         validate_adapter(request)
         validate_continuation(request)
-        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.page_salt or None)
+        validate_images(request)
+        prompt = _prompt(request, llm)
+        request = without_features(request)
         finished = False
         if request.continued is not None:
             self._continuations.expect(request_id, request.continued, request.sampling.min_tokens)
@@ -281,6 +284,7 @@ class VllmEngine:
             async for output in llm.generate(prompt, params, request_id, **options):
                 if new_floors is not None and self._new_floors is new_floors:
                     self._new_floors = None
+                prompt.pop("mm_kwargs", None)  # the engine has them; vLLM keeps the prompt until the answer's end
                 if num_queued:
                     self._num_queued_prompt_tokens -= num_queued
                     num_queued = 0
@@ -288,7 +292,8 @@ class VllmEngine:
                 result = to_engine_output(completion)
                 if output.finished:
                     finished = True
-                    finish_output(result, output, *(self._prompt_sources.pop(request_id) or (PromptSources(),)))
+                    sources = self._prompt_sources.pop(request_id) or (PromptSources(),)
+                    finish_output(result, output, *sources, lacks_images=transfer is not None and bool(request.images))
                     if result.transfer_params is not None:
                         result.transfer_params = name_adapter(result.transfer_params, request)
                 if parsed is not None and result.finish_reason is not FinishReason.ABORT:
@@ -438,3 +443,14 @@ def _transfer_params(request: EngineRequest) -> dict[str, Any] | None:
     if request.keep_for_transfer:
         return {"do_remote_decode": True, "do_remote_prefill": False}
     return dict(request.transfer_params) if request.transfer_params is not None else None
+
+
+def _prompt(request: EngineRequest, llm: Any) -> Any:
+    """Return vLLM's input. Raises InvalidRequest for images that the model cannot have."""
+    from vllm.inputs.engine import tokens_input
+
+    if not request.images:
+        return tokens_input(list(request.prompt_token_ids), cache_salt=request.page_salt or None)
+    from kvferry.engine.vllm.image_models import image_prompt
+
+    return image_prompt(request if request.transfer_params is None else without_features(request), llm.model_config)

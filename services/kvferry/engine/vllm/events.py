@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 
 from kvferry.engine.base import AllPagesCleared, KvEvent, KvEventBatch, PagesRemoved, PagesStored
 from kvferry.engine.vllm.plugins.core_fields import ROUTE_KEYS_TAG
-from kvferry.pages.keys import unpack_keys
+from kvferry.pages.keys import PageImages, unpack_keys
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,7 @@ def _translate(event: Any) -> KvEvent:
                 block_size=event.block_size,
                 cache_salt=next((key for key in salts if isinstance(key, str)), None),
                 medium=event.medium or "GPU",
+                images=_images(event.extra_keys or ()),
             )
         case BlockRemoved():
             return PagesRemoved(page_hashes=event.block_hashes, medium=event.medium or "GPU")
@@ -102,3 +103,13 @@ def _translate(event: Any) -> KvEvent:
             return AllPagesCleared()
         case _:
             raise TypeError(f"vLLM published an event this version does not know: {type(event).__name__}")
+
+
+def _images(extra_keys: Sequence[Any]) -> PageImages:
+    # vLLM publishes an image as a pair: its digest, and its offset from the page's start. Salts and names are texts.
+    found = {}
+    for page, keys in enumerate(extra_keys):
+        images = [(str(key[0]), int(key[1])) for key in keys or () if isinstance(key, list | tuple)]
+        if images:
+            found[page] = images
+    return found

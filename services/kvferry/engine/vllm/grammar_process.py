@@ -1,4 +1,4 @@
-"""The grammar process: compiles structured outputs as vLLM's engines do (`python -m`, with a GrammarLimits as JSON).
+"""The grammar process: compiles structured outputs as vLLM's engines do (`python -m`, with ForkLimits as JSON).
 
 Its standard input is the connection to the process that asks.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvferry.engine.grammar_forks import ForkServer, GrammarLimits
+from kvferry.engine.forks import ForkLimits, ForkServer
 from kvferry.engine.vllm.text_model import text_model_config
 
 NICENESS = 5  # its start takes seconds of CPU, which streams need; forks are nicer still
@@ -110,11 +110,16 @@ def main() -> None:
     compile_spec = grammar_compiler(arguments.model_folder, trust_remote_code=arguments.trust_remote_code)
     for spec in _FIRST_SPECS:
         compile_spec(spec)
+
+    def work(payload: bytes) -> bytes:
+        compile_spec(payload.decode(errors="surrogatepass"))
+        return b""
+
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page that it marks
     with socket.socket(fileno=os.dup(0)) as connection:
-        limits = msgspec.json.decode(arguments.limits, type=GrammarLimits)
-        ForkServer(connection, compile_spec, limits).run()
+        limits = msgspec.json.decode(arguments.limits, type=ForkLimits)
+        ForkServer(connection, work, limits).run()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,9 @@ ADAPTER_ARCHITECTURES = frozenset(
     }
 )
 
+# Of those that take images: tests/model/test_images.py.
+IMAGE_ARCHITECTURES = frozenset({"Idefics3ForConditionalGeneration"})
+
 # Of weights, by method and format, both with eight bits; vLLM's other kernels compute in half precision, where answers
 # depend on how prompts are cut.
 _QUANTIZATIONS = frozenset({("compressed-tensors", "int-quantized"), ("compressed-tensors", "float-quantized")})
@@ -77,8 +80,10 @@ def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] 
         ),
         "a sliding window, with tier.enabled": has_tiers and has_sliding_window(model, layer_types),
     }
+    if model.architecture in IMAGE_ARCHITECTURES:
+        reasons |= _of_image_models(vllm_config, has_tiers=has_tiers)
     found = [kind for kind, is_there in reasons.items() if is_there]
-    if not found and model.architecture not in ARCHITECTURES:
+    if not found and model.architecture not in ARCHITECTURES | IMAGE_ARCHITECTURES:
         found = [f"the architecture {model.architecture}"]
     if not found and vllm_config.lora_config is not None:
         if not _is_shown_with_adapters(model):
@@ -90,6 +95,19 @@ def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] 
     if not found:
         return ""
     return f"models with {' and '.join(found)} have not been shown to give right answers here; {TABLE}"
+
+
+def _of_image_models(vllm_config: Any, *, has_tiers: bool) -> Mapping[str, bool]:
+    model = vllm_config.model_config
+    text_type = str(getattr(model.hf_text_config, "model_type", ""))
+    return {
+        "images, with tier.enabled": has_tiers,
+        "images, and speculative decoding": vllm_config.speculative_config is not None,
+        "images, and LoRA adapters": vllm_config.lora_config is not None,
+        "images, on several ranks of tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
+        "images, and quantized weights": bool(model.quantization),
+        f"images, and a language model of type {text_type[:80]}": text_type != "llama",
+    }
 
 
 def has_sliding_window(model_config: Any, layer_types: set[str]) -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 from kvferry.engine.base import EngineOutput, EngineTimes, FinishReason, PromptSources, TokenLogprob
 from kvferry.engine.vllm.plugins.core_fields import CACHED_PARAMETER, cached_tokens
 from kvferry.engine.vllm.plugins.transfer_times import pop_times
-from kvferry.errors import EngineError
+from kvferry.errors import EngineError, PagesNotMoved
 
+_FAILED = "error"  # vLLM's, of a request alone
 _FINISH_REASONS: dict[str | None, FinishReason] = {reason.value: reason for reason in FinishReason}
 
 
@@ -23,10 +24,17 @@ def to_engine_output(completion: Any) -> EngineOutput:
 
 
 def finish_output(
-    result: EngineOutput, output: Any, sources: PromptSources, prefill_share: float | None = None
+    result: EngineOutput,
+    output: Any,
+    sources: PromptSources,
+    prefill_share: float | None = None,
+    *,
+    lacks_images: bool = False,
 ) -> None:
-    """Raises EngineError for an unknown finish reason."""
+    """Raises EngineError for an unknown finish reason, PagesNotMoved if the engine `lacks_images` and needed them."""
     completion = output.outputs[0]
+    if lacks_images and completion.finish_reason == _FAILED:
+        raise PagesNotMoved("the pages of the prompt's images did not come from the engine that computed them")
     result.finish_reason = _FINISH_REASONS.get(completion.finish_reason)
     if result.finish_reason is None:
         raise EngineError(f"the engine ended the request with {completion.finish_reason!r}")

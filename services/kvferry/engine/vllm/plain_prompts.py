@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from kvferry.engine.base import Parse, Sampling
+from kvferry.engine.base import Parse, PromptImage, Sampling
 from kvferry.engine.vllm.template_tokens import TemplateTokens
 from kvferry.errors import ContextLengthExceeded
 
@@ -47,6 +47,7 @@ class Rendered:
     token_ids: Sequence[int]
     sampling: Sampling
     parse: Parse | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 class PlainPrompts:

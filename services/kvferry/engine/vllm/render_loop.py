@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 R = TypeVar("R")
@@ -18,6 +18,10 @@ class RenderLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="render-loop", daemon=True)
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        return not self._loop.is_closed()
+
     async def run(self, work: Coroutine[Any, Any, R]) -> R:
         """Cancelling this cancels the work."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -25,6 +29,9 @@ class RenderLoop:
     def run_and_wait(self, work: Coroutine[Any, Any, R]) -> R:
         """For callers without an event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(call)
 
     def close(self) -> None:
         """Idempotent. Work that still runs is abandoned."""

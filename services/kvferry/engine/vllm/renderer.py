@@ -12,18 +12,17 @@ import functools
 import gc
 import json
 import logging
-import os
-from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from msgspec import structs
-from pydantic import ValidationError
 
 from kvferry.config import ModelConfig
-from kvferry.engine.base import Parse, RenderedPrompt
+from kvferry.engine.base import ChatImage, Parse, RenderedPrompt
 from kvferry.engine.grammar_checks import GrammarChecks
+from kvferry.engine.image_chats import ImageChats
+from kvferry.engine.vllm.model_kinds import IMAGE_ARCHITECTURES
 from kvferry.engine.vllm.plain_prompts import (
     CHARS_PER_PART,
     PlainPrompts,
@@ -34,8 +33,8 @@ from kvferry.engine.vllm.plain_prompts import (
     verify,
 )
 from kvferry.engine.vllm.render_loop import RenderLoop
-from kvferry.engine.vllm.text_model import text_model_config
-from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
+from kvferry.engine.vllm.vllm_prompts import VllmPrompts
+from kvferry.errors import ContextLengthExceeded, InvalidRequest
 
 log = logging.getLogger(__name__)
 
@@ -55,44 +54,27 @@ class VllmRenderer:
     """
 
     def __init__(
-        self, model_folder: str, served_name: str, model: ModelConfig, grammars: GrammarChecks | None = None
+        self,
+        model_folder: str,
+        served_name: str,
+        model: ModelConfig,
+        grammars: GrammarChecks | None = None,
+        images: ImageChats | None = None,
     ) -> None:
-        """Without `grammars`, vLLM reads structured outputs unchecked, in this process."""
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        # Read by vLLM's CPU platform while it builds a configuration; no cache is allocated here.
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        from vllm.entrypoints.openai.models.protocol import BaseModelPath
-        from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
-        from vllm.entrypoints.scale_out.render.serving import ServingRender
+        """Without `grammars`, vLLM reads structured outputs unchecked, in this process.
 
-        from kvferry.engine.vllm.parsing import check_names
-
-        check_names(model)
-        config = text_model_config(
-            model_folder,
-            trust_remote_code=model.trust_remote_code,
-            max_model_len=model.max_model_len,
-            renderer_num_workers=1,
-        )
-        online = _online_renderer(config, model)
-        online.warmup()
-        self._online = online
+        Without `images`, or where the model takes none, chats with images are refused.
+        """
+        self._vllm = VllmPrompts(model_folder, served_name, model)
         self._grammars = grammars
+        self._images = images if self._vllm.model_config.architecture in IMAGE_ARCHITECTURES else None
         self._model = model
-        self._served_name = served_name
+        config = self._vllm.model_config
         self._max_model_len = int(config.max_model_len)
         # No text of more characters fits the context. Not every tokenizer knows it.
-        chars_per_token = getattr(online.renderer.get_tokenizer(), "max_chars_per_token", None)
+        chars_per_token = getattr(self._vllm.online.renderer.get_tokenizer(), "max_chars_per_token", None)
         self._max_chars = self._max_model_len * int(chars_per_token) if chars_per_token else None
         self._vocabulary_size = int(config.get_vocab_size())
-        self._serving = ServingRender(
-            OpenAIModelRegistry(
-                model_config=config,
-                base_model_paths=[BaseModelPath(name=served_name, model_path=model_folder)],
-            ),
-            online,
-        )
         self._plain_parse = self._parse_of_plain()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="render")
         # vLLM's renderer keeps the loop that first ran it.
@@ -106,8 +88,8 @@ class VllmRenderer:
 
     def _verified_plain_prompts(self) -> PlainPrompts | None:
         try:
-            plain = PlainPrompts(self._serving)
-            difference = self._loop.run_and_wait(verify(plain, self._ask_chats, self._ask_completions))
+            plain = PlainPrompts(self._vllm.serving)
+            difference = self._loop.run_and_wait(verify(plain, self._ask_chats, self._vllm.completions))
         except Exception as error:
             # vLLM's own renderer works without PlainPrompts.
             difference = f"{type(error).__name__}: {error}"
@@ -123,7 +105,9 @@ class VllmRenderer:
 
         body: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]}
         request = ChatCompletionRequest.model_validate({**body, "model": ""})
-        return parse_of(body, self._model, self._online.effective_chat_template_kwargs(request), reasoning_ended=None)
+        return parse_of(
+            body, self._model, self._vllm.online.effective_chat_template_kwargs(request), reasoning_ended=None
+        )
 
     def max_model_len(self) -> int:
         return self._max_model_len
@@ -132,17 +116,27 @@ class VllmRenderer:
     def grammar_outcomes(self) -> Mapping[str, int]:
         return self._grammars.outcomes if self._grammars is not None else {}
 
+    @property
+    def takes_images(self) -> bool:
+        return self._images is not None
+
     def start(self) -> None:
         if self._grammars is not None:
             self._grammars.start()
+        if self._images is not None:
+            self._loop.call_soon(self._images.start)
 
     async def close(self) -> None:
         if self._grammars is not None:
             await self._grammars.close()
+        if self._images is not None and self._loop.is_running:
+            await self._loop.run(self._images.close())
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._loop.close()
 
-    async def render_chat(self, body: Mapping[str, Any]) -> RenderedPrompt:
+    async def render_chat(
+        self, body: Mapping[str, Any], images: Sequence[ChatImage] = (), *, salt: str = ""
+    ) -> RenderedPrompt:
         if body.get("tools") and body.get("tool_choice") != "none" and not self._model.tool_parser:
             raise InvalidRequest(
                 "tools need model.tool_parser in this cluster's configuration, which is not set; "
@@ -154,15 +148,26 @@ class VllmRenderer:
         if requested is None:
             requested = body.get("max_tokens")
         rendered: Rendered | None = None
-        if self._plain is not None and self._plain.takes_chat(body):
+        if images:
+            rendered = await self._chat_with_images(body, images, salt)
+        elif self._plain is not None and self._plain.takes_chat(body):
             rendered = await self._at_once_if_short(self._plain.chat, body, sum(map(cost_in_chars, body["messages"])))
             if rendered is not None and self._plain_parse is not None:
                 rendered = dataclasses.replace(rendered, parse=self._plain_parse)
         if rendered is None:
             await self._check_asked_grammar(body)
-            rendered = await self._loop.run(self._ask_chat(body))
+            rendered = await self._loop.run(self._vllm.chat(body))
             await self._check_grammars(body, [rendered])
         return self._within_context(rendered, requested, "messages")
+
+    async def _chat_with_images(self, body: Mapping[str, Any], images: Sequence[ChatImage], salt: str) -> Rendered:
+        if self._images is None:
+            raise InvalidRequest(f"{images[0].where}: this model takes no images", param=images[0].where)
+        await self._check_asked_grammar(body)
+        chat = await self._loop.run(self._images.render(body, images, salt))
+        rendered = Rendered(chat.token_ids, chat.sampling, chat.parse, chat.images)
+        await self._check_grammars(body, [rendered])
+        return rendered
 
     async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
         texts = [prompt for prompt in prompts_of(body) if isinstance(prompt, str)]
@@ -174,7 +179,7 @@ class VllmRenderer:
             if rendered is not None:
                 return rendered
         await self._check_asked_grammar(body)
-        asked = await self._loop.run(self._ask_completions(body))
+        asked = await self._loop.run(self._vllm.completions(body))
         await self._check_grammars(body, asked)
         return [self._within_context(one, requested, "prompt") for one in asked]
 
@@ -208,44 +213,6 @@ class VllmRenderer:
             return render(body)
         return await asyncio.get_running_loop().run_in_executor(self._thread, render, body)
 
-    async def _ask_chat(self, body: Mapping[str, Any]) -> Rendered:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        from kvferry.engine.vllm.parsing import parse_of
-
-        chat_template_kwargs: dict[str, Any] = {}
-
-        async def render(request: ChatCompletionRequest) -> Any:
-            chat_template_kwargs.update(self._online.effective_chat_template_kwargs(request))
-            return await self._serving.render_chat_request(request)
-
-        plain = {key: value for key, value in body.items() if key not in ("max_tokens", "max_completion_tokens")}
-        request = await self._render(render, ChatCompletionRequest, plain)
-        rendered = _as_rendered(request)
-        # Engines use it only with a grammar.
-        reasoning_ended = request.reasoning_ended if rendered.sampling.structured_outputs else None
-        parse = parse_of(body, self._model, chat_template_kwargs, reasoning_ended=reasoning_ended)
-        return dataclasses.replace(rendered, parse=parse)
-
-    async def _ask_completions(self, body: Mapping[str, Any]) -> Sequence[Rendered]:
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
-        plain = {key: value for key, value in body.items() if key != "max_tokens"}
-        rendered = await self._render(self._serving.render_completion_request, CompletionRequest, plain)
-        if isinstance(body["prompt"], list):
-            self._check_vocabulary(rendered)
-        return [_as_rendered(one) for one in rendered]
-
-    def _check_vocabulary(self, rendered: Sequence[Any]) -> None:
-        """vLLM leaves this to the engine, which cannot name the field."""
-        from vllm.exceptions import VLLMClientError
-
-        for request in rendered:
-            try:
-                self._online.renderer.validate_token_ids(request.token_ids)
-            except VLLMClientError as error:
-                raise InvalidRequest(f"prompt: {error}", param="prompt") from None
-
     def _check_num_chars(self, num_chars: int, param: str) -> None:
         """Refuse, before templates and tokenizers copy it, a text that cannot fit."""
         if self._max_chars is not None and num_chars > self._max_chars:
@@ -259,7 +226,7 @@ class VllmRenderer:
             content = message.get("content")
             if content is None:
                 continue
-            num_chars = len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+            num_chars = len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
             self._check_num_chars(num_chars, "messages")
             if message.get("role") == "user":
                 num_of_users += num_chars
@@ -273,37 +240,7 @@ class VllmRenderer:
             )
 
     async def _ask_chats(self, body: Mapping[str, Any]) -> Sequence[Rendered]:
-        return [await self._ask_chat(body)]
-
-    async def _render(self, render: Any, kind: Any, body: Mapping[str, Any]) -> Any:
-        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-        from vllm.exceptions import VLLMClientError
-
-        try:
-            result = await render(kind.model_validate({**body, "model": self._served_name}))
-        except ValidationError as error:
-            fault = error.errors()[0]
-            # vLLM's wrapping validators add parts such as "function-wrap[...]".
-            where = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
-            raise InvalidRequest(f"{where or 'body'}: {fault['msg']}", param=where or None) from None
-        except (VLLMClientError, ValueError, TypeError) as error:
-            raise self._from_vllm(str(error), getattr(error, "parameter", None)) from None
-        except Exception as error:
-            # Chat templates raise jinja2.TemplateError for messages they refuse, e.g. roles out of order.
-            if type(error).__module__.startswith("jinja2"):
-                raise InvalidRequest(
-                    f"messages: the model's chat template refuses them: {error}", param="messages"
-                ) from None
-            raise
-        if isinstance(result, ErrorResponse):
-            raise self._from_vllm(result.error.message, result.error.param)
-        return result
-
-    def _from_vllm(self, message: str, param: str | None) -> KvferryError:
-        first_line = message.strip().splitlines()[0] if message.strip() else "the request cannot be rendered"
-        if "context length" in message or "maximum model length" in message:
-            return ContextLengthExceeded(first_line, param=param)
-        return InvalidRequest(first_line, param=param)
+        return [await self._vllm.chat(body)]
 
     def _within_context(self, rendered: Rendered, requested: int | None, field: str) -> RenderedPrompt:
         sampling = rendered.sampling
@@ -325,28 +262,7 @@ class VllmRenderer:
             )
         if sampling.max_tokens < 1:
             raise context_exceeded(self._max_model_len, num_prompt_tokens, 1)
-        return RenderedPrompt(token_ids=rendered.token_ids, sampling=sampling, parse=rendered.parse)
-
-
-def _online_renderer(config: Any, model: ModelConfig) -> Any:
-    from vllm.config import VllmConfig
-    from vllm.renderers import renderer_from_config
-    from vllm.renderers.online_renderer import OnlineRenderer
-
-    try:
-        return OnlineRenderer(
-            model_config=config,
-            renderer=renderer_from_config(VllmConfig(model_config=config)),
-            request_logger=None,
-            chat_template=None,
-            chat_template_content_format="auto",
-            enable_auto_tools=bool(model.tool_parser),
-            tool_parser=model.tool_parser or None,
-            reasoning_parser=model.reasoning_parser or None,
-        )
-    except TypeError as error:
-        # The parser needs tokens that this tokenizer lacks.
-        raise ConfigError(f"model.tool_parser, model.reasoning_parser: {error}") from None
+        return RenderedPrompt(rendered.token_ids, sampling, parse=rendered.parse, images=rendered.images)
 
 
 def _in_parts(prompts: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
@@ -385,12 +301,6 @@ def _asked_grammar(body: Mapping[str, Any]) -> str | None:
 
 def _grammar_field(body: Mapping[str, Any]) -> str | None:
     return next((name for name in ("structured_outputs", "response_format", "tools") if body.get(name)), None)
-
-
-def _as_rendered(request: Any) -> Rendered:
-    from kvferry.engine.vllm.sampling import from_vllm
-
-    return Rendered(array("I", request.token_ids), from_vllm(request.sampling_params))
 
 
 def context_exceeded(max_model_len: int, num_prompt_tokens: int, max_tokens: int) -> ContextLengthExceeded:

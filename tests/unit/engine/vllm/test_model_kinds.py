@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.tiny_models import SHOWN
-from kvferry.engine.vllm.model_kinds import ADAPTER_ARCHITECTURES, ARCHITECTURES, why_refused
+from kvferry.engine.vllm.model_kinds import ADAPTER_ARCHITECTURES, ARCHITECTURES, IMAGE_ARCHITECTURES, why_refused
 
 
 def config(*, architecture: str = "LlamaForCausalLM", window: int | None = None, **text: Any) -> SimpleNamespace:
@@ -180,3 +180,29 @@ def test_adapters_of_quantized_weights_are_refused() -> None:
     assert "compressed-tensors int-quantized and LoRA adapters" in why_refused(whole, has_tiers=False)
     whole.lora_config = None
     assert why_refused(whole, has_tiers=False) == ""
+
+
+def image_model(**text: Any) -> SimpleNamespace:
+    (architecture,) = IMAGE_ARCHITECTURES
+    whole = config(architecture=architecture, **{"model_type": "llama", **text})
+    whole.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+    return whole
+
+
+def test_image_models_are_served_alone() -> None:
+    assert why_refused(image_model(), has_tiers=False) == ""
+    assert "images, with tier.enabled" in why_refused(image_model(), has_tiers=True)
+    assert "language model of type qwen2" in why_refused(image_model(model_type="qwen2"), has_tiers=False)
+    changes: dict[str, dict[str, Any]] = {
+        "images, and speculative decoding": {"speculative_config": SimpleNamespace(method="ngram")},
+        "images, and LoRA adapters": {"lora_config": SimpleNamespace()},
+        "several ranks": {"parallel_config": SimpleNamespace(tensor_parallel_size=2)},
+    }
+    for reason, values in changes.items():
+        whole = image_model()
+        for name, value in values.items():
+            setattr(whole, name, value)
+        assert reason in why_refused(whole, has_tiers=False)
+    whole = image_model()
+    whole.model_config.quantization = "compressed-tensors"
+    assert "images, and quantized weights" in why_refused(whole, has_tiers=False)

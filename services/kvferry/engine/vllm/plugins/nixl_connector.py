@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
+from kvferry.engine.vllm.plugins.absent_images import end_requests_of_absent_images
 from kvferry.engine.vllm.plugins.adapter_page_keys import hash_adapters_by_name
 from kvferry.engine.vllm.plugins.cpu_lora_rows import leave_other_rows_alone
 from kvferry.engine.vllm.plugins.cpu_seeds import take_back_draws_on_the_cpu
@@ -57,6 +58,7 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             send_lease_ends(self.connector_scheduler)
             # This runs in the engine core, where vLLM loads nothing else of ours.
             hash_adapters_by_name()
+            end_requests_of_absent_images()
             limit_grammar_time()
             replay_given_tokens()
             if on_cpu and not vllm_config.kv_transfer_config.is_kv_consumer:

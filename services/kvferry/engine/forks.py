@@ -1,7 +1,7 @@
-"""Compiles grammars in forks of one process, which has the grammar library loaded and runs nothing else."""
+"""Works on untrusted input in forks of one process, which has a library loaded and runs nothing else."""
 
-# A fork costs milliseconds and ends after one grammar. CPU time, memory and stack of a fork are limited, so that a
-# grammar which exhausts them, or crashes the library, ends only its fork.
+# A fork costs milliseconds and ends after one input: a grammar, or the images of a prompt. CPU time, memory and stack
+# of a fork are limited, so that an input which exhausts them, or crashes the library, ends only its fork.
 
 from __future__ import annotations
 
@@ -17,16 +17,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 LENGTH_BYTES = 4  # of a frame's length, little-endian
-
-# Less than any thread of an engine has (8 MiB, or 2 where the stack is not limited): a grammar that passes here does
-# not overflow a stack there.
-STACK_BYTES = 1 << 20
 
 _MAX_REASON_CHARS = 1000
 _WHERE = re.compile(r"\[[0-9:]+\] \S+:[0-9]+: ")  # time and place in the library's sources
@@ -44,23 +40,27 @@ class Outcome(enum.StrEnum):
     LATE = "late"  # killed before its CPU time was used: the machine is busy
 
 
-class GrammarLimits(msgspec.Struct, frozen=True):
+class ForkLimits(msgspec.Struct, frozen=True):
     """Limits of one fork. `memory_bytes` is what it may map beyond the process it was forked from."""
 
     cpu_s: float
     wall_s: float
     memory_bytes: int
+    stack_bytes: int = 8 << 20  # of each of its threads
 
 
 class Verdict(msgspec.Struct, frozen=True):
+    """The end of a fork. `result` is the work's, where the outcome is OK."""
+
     outcome: Outcome
     reason: str = ""
     cpu_s: float = 0.0
+    result: bytes = b""
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
     number: int
-    spec: str
+    payload: bytes
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True):
@@ -83,21 +83,21 @@ class _Fork:
     number: int
     pid: int
     deadline_s: float
-    said: bytes = b""
+    said: bytearray = field(default_factory=bytearray)
     killed: bool = False
 
 
 class ForkServer:
     """Answers `Asked` on a connection until its end, each in a fork. The connection's other end limits their number."""
 
-    def __init__(self, connection: socket.socket, compile_spec: Callable[[str], None], limits: GrammarLimits) -> None:
-        """`compile_spec` raises an exception for a grammar that the library refuses."""
+    def __init__(self, connection: socket.socket, work: Callable[[bytes], bytes], limits: ForkLimits) -> None:
+        """`work` returns a result, or raises an exception for an input that the library refuses."""
         self._connection = connection
-        self._compile = compile_spec
+        self._work = work
         self._limits = limits
         self._selector = selectors.DefaultSelector()
         self._pipe_to_fork: dict[int, _Fork] = {}
-        self._unread = b""
+        self._unread = bytearray()
 
     def __repr__(self) -> str:
         return f"<ForkServer {len(self._pipe_to_fork)} forks>"
@@ -134,8 +134,8 @@ class ForkServer:
             end = LENGTH_BYTES + int.from_bytes(self._unread[:LENGTH_BYTES], "little")
             if len(self._unread) < end:
                 return
-            asked = msgspec.msgpack.decode(self._unread[LENGTH_BYTES:end], type=Asked)
-            self._unread = self._unread[end:]
+            asked = msgspec.msgpack.decode(bytes(self._unread[LENGTH_BYTES:end]), type=Asked)
+            del self._unread[:end]
             self._fork(asked)
 
     def _fork(self, asked: Asked) -> None:
@@ -144,7 +144,7 @@ class ForkServer:
         try:
             pid = os.fork()
         except OSError:
-            # The machine has no room for a process now. The grammar is not known to be bad.
+            # The machine has no room for a process now. The input is not known to be bad.
             os.close(read_end)
             os.close(write_end)
             self._connection.sendall(frame(Answered(asked.number, Verdict(Outcome.LATE))))
@@ -153,22 +153,23 @@ class ForkServer:
             try:
                 os.close(read_end)
                 self._connection.close()
+                _close_standard_files()
                 _limit(self._limits, parent)
-                os.write(write_end, msgspec.msgpack.encode(self._verdict(asked.spec)))
+                _write(write_end, msgspec.msgpack.encode(self._verdict(asked.payload)))
             finally:
                 os._exit(0)
         os.close(write_end)
         self._pipe_to_fork[read_end] = _Fork(asked.number, pid, time.monotonic() + self._limits.wall_s)
         self._selector.register(read_end, selectors.EVENT_READ)
 
-    def _verdict(self, spec: str) -> Verdict:
+    def _verdict(self, payload: bytes) -> Verdict:
         try:
-            self._compile(spec)
+            result = self._work(payload)
         except MemoryError:
             return Verdict(Outcome.MEMORY)
         except Exception as error:
             return Verdict(Outcome.REFUSED, _WHERE.sub("", str(error))[:_MAX_REASON_CHARS])
-        return Verdict(Outcome.OK)
+        return Verdict(Outcome.OK, result=result)
 
     def _read_fork(self, pipe: int) -> None:
         fork = self._pipe_to_fork[pipe]
@@ -205,7 +206,22 @@ class ForkServer:
                 os.kill(fork.pid, signal.SIGKILL)  # not reaped yet, so its number is still its own
 
 
-def _limit(limits: GrammarLimits, parent: int) -> None:
+def _close_standard_files() -> None:
+    # The input is the connection, on which a fork could answer for others; libraries complain of inputs on the output
+    # for errors, which is the gateway's log, and clients would fill it.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    os.close(nothing)
+
+
+def _write(pipe: int, payload: bytes) -> None:
+    rest = memoryview(payload)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
+
+
+def _limit(limits: ForkLimits, parent: int) -> None:
     """Limit this process, and end it with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -215,8 +231,8 @@ def _limit(limits: GrammarLimits, parent: int) -> None:
     address_space = mapped_bytes + limits.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
-    threading.stack_size(STACK_BYTES)
+    resource.setrlimit(resource.RLIMIT_STACK, (limits.stack_bytes, limits.stack_bytes))
+    threading.stack_size(limits.stack_bytes)
     whole_s = int(limits.cpu_s) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (whole_s, whole_s))
     # RLIMIT_CPU counts whole seconds. Its default action ends the process, whatever the library is doing.

@@ -1,0 +1,215 @@
+"""A process that works on untrusted input in forks (`engine/forks.py`), seen from the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvferry.engine.forks import LENGTH_BYTES, READY, Answered, Asked, ForkLimits, Verdict, frame
+from kvferry.errors import NotReady
+
+log = logging.getLogger(__name__)
+
+WALL_PER_CPU = 5.0  # of a fork's limits: the machine may be busy
+
+_START_TIMEOUT_S = 120.0
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+_ANSWER_MARGIN_S = 10.0  # after a fork's deadline, until the process is taken for hung
+
+_PASSED_ON = frozenset({"PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "HF_HOME"})
+_SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+def environment_of_process(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the part of an environment that a process of forks gets: no secrets."""
+    passed = {
+        name: value
+        for name, value in environ.items()
+        if name in _PASSED_ON or (name.startswith("VLLM_") and not any(secret in name for secret in _SECRETS))
+    }
+    return {
+        **passed,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        # The gateway has fetched what belongs to the model.
+        "HF_HUB_OFFLINE": "1",
+        # A fork has only the thread that forked: libraries must not start any before.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "MALLOC_ARENA_MAX": "1",  # an arena per thread would count against the address space
+    }
+
+
+class ForkProcess:
+    """Owns a process of forks until `close`; starts it again when it ends. Use from one event loop."""
+
+    def __init__(self, command: Sequence[str], limits: ForkLimits, complaint: str) -> None:
+        """`command` runs a ForkServer on its standard input, with the limits as JSON for its last argument.
+
+        `complaint` begins errors while there is no process: "grammars cannot be compiled now".
+        """
+        self.limits = limits
+        self._command = [*command, msgspec.json.encode(limits).decode()]
+        self._complaint = complaint
+        self._process: _Process | None = None
+        self._starting: asyncio.Task[_Process] | None = None
+        self._num_failures = 0  # in a row
+        self._not_before_s = 0.0
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<ForkProcess {self.pid}>"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.popen.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Start the process, in seconds, in the background."""
+        self._start()
+
+    async def ask(self, payload: bytes) -> Verdict:
+        """Work on an input in a fork. Raises NotReady while there is no process. Callers limit how many ask."""
+        process = await self._running()
+        try:
+            return await process.ask(payload, self.limits.wall_s + _ANSWER_MARGIN_S)
+        except (_Ended, TimeoutError):
+            raise NotReady(f"{self._complaint}: their process ended or hangs") from None
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        if self._process is not None:
+            process, self._process = self._process, None
+            await process.end()
+
+    async def _running(self) -> _Process:
+        if self._process is not None and self._process.is_alive:
+            return self._process
+        return await asyncio.shield(self._start())
+
+    def _start(self) -> asyncio.Task[_Process]:
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._started())
+            self._starting.add_done_callback(self._settle)
+        return self._starting
+
+    def _settle(self, starting: asyncio.Task[_Process]) -> None:
+        self._starting = None
+        if not starting.cancelled() and (error := starting.exception()) is not None and self._num_failures == 1:
+            log.error("%s", error)
+
+    async def _started(self) -> _Process:
+        if self._is_closed or time.monotonic() < self._not_before_s:
+            raise NotReady(f"{self._complaint}: their process has ended and starts again soon")
+        if self._process is not None:
+            ended, self._process = self._process, None
+            await ended.end()
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._num_failures)
+        self._not_before_s = time.monotonic() + pause_s
+        process = await _Process.started(self._command)
+        try:
+            await process.ask_ready(_START_TIMEOUT_S)
+        except BaseException as error:
+            self._num_failures += 1
+            self._not_before_s = time.monotonic() + pause_s
+            await process.end()
+            if isinstance(error, _Ended | TimeoutError):
+                raise NotReady(f"{self._complaint}: their process does not start") from None
+            raise
+        self._num_failures = 0
+        self._process = process
+        return process
+
+
+class _Ended(Exception):
+    pass
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    popen: subprocess.Popen[bytes]
+    writer: asyncio.StreamWriter
+    reading: asyncio.Task[None]
+    number_to_answer: dict[int, asyncio.Future[Verdict]]
+    last_number: int = READY
+
+    @classmethod
+    async def started(cls, command: Sequence[str]) -> _Process:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            popen = await asyncio.to_thread(_popen, command, theirs)
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        number_to_answer = {READY: asyncio.get_running_loop().create_future()}
+        reading = asyncio.create_task(_read_answers(reader, number_to_answer))
+        return cls(popen, writer, reading, number_to_answer)
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.reading.done()
+
+    async def ask_ready(self, timeout_s: float) -> None:
+        async with asyncio.timeout(timeout_s):
+            await self.number_to_answer[READY]
+
+    async def ask(self, payload: bytes, timeout_s: float) -> Verdict:
+        """Raises _Ended or TimeoutError."""
+        self.last_number += 1
+        number = self.last_number
+        answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self.number_to_answer[number] = answer
+        try:
+            if not self.is_alive:
+                raise _Ended
+            self.writer.write(frame(Asked(number, payload)))
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except (_Ended, TimeoutError):
+            self.reading.cancel()  # `is_alive` is false from now on
+            raise
+        finally:
+            self.number_to_answer.pop(number, None)
+
+    async def end(self) -> None:
+        self.reading.cancel()
+        await asyncio.gather(self.reading, return_exceptions=True)
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+        self.popen.kill()
+        await asyncio.to_thread(self.popen.wait)
+
+
+def _popen(command: Sequence[str], connection: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdin=connection.fileno(), stdout=subprocess.DEVNULL, env=environment_of_process())
+
+
+async def _read_answers(reader: asyncio.StreamReader, number_to_answer: dict[int, asyncio.Future[Verdict]]) -> None:
+    decoder = msgspec.msgpack.Decoder(Answered)
+    try:
+        while True:
+            length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
+            answered = decoder.decode(await reader.readexactly(length))
+            waiting = number_to_answer.get(answered.number)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(answered.verdict)
+    except (asyncio.IncompleteReadError, OSError):
+        pass
+    finally:
+        for waiting in number_to_answer.values():
+            if not waiting.done():
+                waiting.set_exception(_Ended())
+                waiting.exception()

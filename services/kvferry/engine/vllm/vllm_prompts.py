@@ -1,0 +1,153 @@
+"""Renders prompts with vLLM's own renderer, without an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvferry.config import ModelConfig
+from kvferry.engine.vllm.plain_prompts import Rendered
+from kvferry.engine.vllm.text_model import text_model_config
+from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
+
+
+class VllmPrompts:
+    """Needs the model's folder, never its weights. Use it from one event loop, which vLLM's renderer keeps."""
+
+    def __init__(self, model_folder: str, served_name: str, model: ModelConfig) -> None:
+        """`model.dtype` is the engines'.
+
+        Raises ConfigError for parsers that vLLM does not have, or that do not fit the tokenizer.
+        """
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        # Read by vLLM's CPU platform while it builds a configuration; no cache is allocated here.
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        from vllm.entrypoints.openai.models.protocol import BaseModelPath
+        from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
+        from vllm.entrypoints.scale_out.render.serving import ServingRender
+
+        from kvferry.engine.vllm.parsing import check_names
+
+        check_names(model)
+        self.model_config = text_model_config(
+            model_folder,
+            trust_remote_code=model.trust_remote_code,
+            max_model_len=model.max_model_len,
+            dtype=model.dtype,  # of an image's features
+            renderer_num_workers=1,
+        )
+        self.online = _online_renderer(self.model_config, model)
+        self.online.warmup()
+        self._model = model
+        self._served_name = served_name
+        self.serving = ServingRender(
+            OpenAIModelRegistry(
+                model_config=self.model_config,
+                base_model_paths=[BaseModelPath(name=served_name, model_path=model_folder)],
+            ),
+            self.online,
+        )
+
+    async def chat(self, body: Mapping[str, Any]) -> Rendered:
+        """Raises InvalidRequest and ContextLengthExceeded."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        from kvferry.engine.vllm.parsing import parse_of
+
+        chat_template_kwargs: dict[str, Any] = {}
+
+        async def render(request: ChatCompletionRequest) -> Any:
+            chat_template_kwargs.update(self.online.effective_chat_template_kwargs(request))
+            return await self.serving.render_chat_request(request)
+
+        plain = {key: value for key, value in body.items() if key not in ("max_tokens", "max_completion_tokens")}
+        request = await self._render(render, ChatCompletionRequest, plain)
+        rendered = _as_rendered(request)
+        # Engines use it only with a grammar.
+        reasoning_ended = request.reasoning_ended if rendered.sampling.structured_outputs else None
+        parse = parse_of(body, self._model, chat_template_kwargs, reasoning_ended=reasoning_ended)
+        return dataclasses.replace(rendered, parse=parse)
+
+    async def completions(self, body: Mapping[str, Any]) -> Sequence[Rendered]:
+        """Raises InvalidRequest and ContextLengthExceeded."""
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+        plain = {key: value for key, value in body.items() if key != "max_tokens"}
+        rendered = await self._render(self.serving.render_completion_request, CompletionRequest, plain)
+        if isinstance(body["prompt"], list):
+            self._check_vocabulary(rendered)
+        return [_as_rendered(one) for one in rendered]
+
+    def _check_vocabulary(self, rendered: Sequence[Any]) -> None:
+        """vLLM leaves this to the engine, which cannot name the field."""
+        from vllm.exceptions import VLLMClientError
+
+        for request in rendered:
+            try:
+                self.online.renderer.validate_token_ids(request.token_ids)
+            except VLLMClientError as error:
+                raise InvalidRequest(f"prompt: {error}", param="prompt") from None
+
+    async def _render(self, render: Any, kind: Any, body: Mapping[str, Any]) -> Any:
+        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+        from vllm.exceptions import VLLMClientError
+
+        try:
+            result = await render(kind.model_validate({**body, "model": self._served_name}))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            # vLLM's wrapping validators add parts such as "function-wrap[...]".
+            where = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
+            raise InvalidRequest(f"{where or 'body'}: {fault['msg']}", param=where or None) from None
+        except (VLLMClientError, ValueError, TypeError) as error:
+            raise _from_vllm(str(error), getattr(error, "parameter", None)) from None
+        except Exception as error:
+            # Chat templates raise jinja2.TemplateError for messages they refuse, e.g. roles out of order.
+            if type(error).__module__.startswith("jinja2"):
+                raise InvalidRequest(
+                    f"messages: the model's chat template refuses them: {error}", param="messages"
+                ) from None
+            raise
+        if isinstance(result, ErrorResponse):
+            raise _from_vllm(result.error.message, result.error.param)
+        return result
+
+
+def _from_vllm(message: str, param: str | None) -> KvferryError:
+    first_line = message.strip().splitlines()[0] if message.strip() else "the request cannot be rendered"
+    if "context length" in message or "maximum model length" in message:
+        return ContextLengthExceeded(first_line, param=param)
+    return InvalidRequest(first_line, param=param)
+
+
+def _as_rendered(request: Any) -> Rendered:
+    from kvferry.engine.vllm.sampling import from_vllm
+
+    return Rendered(array("I", request.token_ids), from_vllm(request.sampling_params))
+
+
+def _online_renderer(config: Any, model: ModelConfig) -> Any:
+    from vllm.config import VllmConfig
+    from vllm.renderers import renderer_from_config
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    try:
+        return OnlineRenderer(
+            model_config=config,
+            renderer=renderer_from_config(VllmConfig(model_config=config)),
+            request_logger=None,
+            chat_template=None,
+            chat_template_content_format="auto",
+            enable_auto_tools=bool(model.tool_parser),
+            tool_parser=model.tool_parser or None,
+            reasoning_parser=model.reasoning_parser or None,
+        )
+    except TypeError as error:
+        # The parser needs tokens that this tokenizer lacks.
+        raise ConfigError(f"model.tool_parser, model.reasoning_parser: {error}") from None

@@ -1,0 +1,52 @@
+"""Limits the images of requests that wait for a worker's engine."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import structs
+
+from kvferry.engine.base import EngineRequest, features_bytes
+from kvferry.errors import Overloaded
+
+MAX_IMAGE_BYTES: Final = 1 << 30  # of all gateways, encoded; an engine holds as much again
+
+
+class ImageRoom:
+    """Counts a request's bytes until the engine has computed its prompt."""
+
+    def __init__(self, max_bytes: int = MAX_IMAGE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def refusal(self, request: EngineRequest) -> Overloaded | None:
+        """A request that finds no other one is never refused."""
+        num_bytes = features_bytes(request)
+        if not (num_bytes and self.num_bytes) or self.num_bytes + num_bytes <= self._max_bytes:
+            return None
+        return Overloaded(
+            f"{self.num_bytes} bytes of images wait at this worker, and the request has {num_bytes}; "
+            f"the limit is {self._max_bytes}"
+        )
+
+
+class WaitingImages:
+    """A request's images, which are in the room until `leave`."""
+
+    def __init__(self, room: ImageRoom, request: EngineRequest) -> None:
+        self._room = room
+        self._images = request.images
+        self._num_bytes = features_bytes(request)
+        room.num_bytes += self._num_bytes
+
+    def of_engine(self, request: EngineRequest, due_ms: float) -> EngineRequest:
+        """Return the engine's request, and keep no reference to the images."""
+        images, self._images = self._images, ()
+        if not (images or due_ms):
+            return request
+        return structs.replace(request, images=images, due_ms=due_ms or request.due_ms)
+
+    def leave(self) -> None:
+        """Idempotent."""
+        self._room.num_bytes -= self._num_bytes
+        self._num_bytes = 0

@@ -1,0 +1,282 @@
+"""engine/vllm/image_process.py: chats with images as vLLM renders them, and images that are no images."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import struct
+import zlib
+from array import array
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+
+from bench.tiny_models import IMAGE_TOKEN, make_image_model
+from kvferry import config as configuration
+from kvferry import model_folder
+from kvferry.config import ModelConfig
+from kvferry.engine.base import ChatImage, RenderedPrompt
+from kvferry.engine.image_chats import ImageChats
+from kvferry.engine.vllm.renderer import VllmRenderer
+from kvferry.errors import ContextLengthExceeded, InvalidRequest
+from kvferry.gateway.lifecycle import build_renderer
+
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
+
+pytest.importorskip("vllm")
+
+from PIL import Image  # noqa: E402  of vLLM's dependencies
+
+MAX_PIXELS = 1 << 20
+CONFIG: Mapping[str, Any] = {
+    "model": {"tool_parser": "hermes"},
+    "gateway": {"images": {"processes": 1, "max_pixels": MAX_PIXELS, "max_per_request": 64, "memory_mib": 512}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_image_model("idefics3", tmp_path_factory.mktemp("idefics3")))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def renderer(folder: str) -> AsyncIterator[VllmRenderer]:
+    made = await asyncio.to_thread(build_renderer, configuration.parse(CONFIG), folder)
+    assert isinstance(made, VllmRenderer)
+    assert made.takes_images
+    made.start()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def chats(renderer: VllmRenderer) -> ImageChats:
+    assert renderer._images is not None
+    return renderer._images
+
+
+def picture(seed: int, size: tuple[int, int] = (100, 80), mode: str = "RGB") -> Image.Image:
+    shape = (size[1], size[0], 4)
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return Image.fromarray(pixels, "RGBA").convert(mode)
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+async def render(renderer: VllmRenderer, *files: bytes, salt: str = "", **fields: Any) -> RenderedPrompt:
+    parts = [
+        {"type": "text", "text": "What is"},
+        *({"type": "image_url"} for _ in files),
+        {"type": "text", "text": "?"},
+    ]
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 8, **fields}
+    images = [ChatImage(file, f"messages[0].content[{i + 1}]") for i, file in enumerate(files)]
+    return await renderer.render_chat(body, images, salt=salt)
+
+
+async def by_vllm(renderer: VllmRenderer, *files: bytes) -> tuple[list[int], list[tuple[int, int]], list[Any]]:
+    """Render as plain vLLM does, with data URLs, in this process: token ids, places, and the processor's tensors."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
+    parts = [
+        {"type": "text", "text": "What is"},
+        *({"type": "image_url", "image_url": {"url": url}} for url in urls),
+        {"type": "text", "text": "?"},
+    ]
+    request = ChatCompletionRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": parts}]})
+    _, (rendered,) = await renderer._loop.run(renderer._vllm.online.render_chat(request, skip_mm_cache=True))
+    places = [(place.offset, place.length) for place in rendered["mm_placeholders"]["image"]]
+    return list(rendered["prompt_token_ids"]), places, list(rendered["mm_kwargs"]["image"])
+
+
+def as_arrays(item: Any) -> dict[str, Any]:
+    return {name: np.asarray(elem.data) for name, elem in item.items()}
+
+
+FORMATS = {
+    "png": file_of(picture(1)),
+    "large png": file_of(picture(2, (700, 300))),
+    "narrow png": file_of(picture(3, (3, 1200))),
+    "one pixel": file_of(picture(4, (1, 1))),
+    "rgba png": file_of(picture(5, mode="RGBA")),
+    "palette png": file_of(picture(6, mode="P")),
+    "grey png": file_of(picture(7, mode="L")),
+    "16 bit png": file_of(picture(7, mode="I;16")),
+    "jpeg": file_of(picture(8), "JPEG"),
+    "cmyk jpeg": file_of(picture(9, mode="CMYK"), "JPEG"),
+    "turned jpeg": file_of(
+        picture(10, (90, 40)), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\6\0\0\0\0\0\0"
+    ),
+    "webp": file_of(picture(11), "WEBP"),
+    "animated webp": file_of(picture(12), "WEBP", save_all=True, append_images=[picture(13)]),
+    "gif": file_of(picture(14), "GIF"),
+    "animated gif": file_of(picture(15), "GIF", save_all=True, append_images=[picture(16)]),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_tokens_places_and_features_are_vllms(renderer: VllmRenderer, name: str) -> None:
+    from kvferry.engine.vllm.image_features import decode_features
+
+    files = (FORMATS[name], FORMATS["png"])
+    token_ids, places, items = await by_vllm(renderer, *files)
+    for _ in range(2):  # prepared now, and before
+        prompt = await render(renderer, *files)
+        assert list(prompt.token_ids) == token_ids
+        assert [(image.offset, image.num_tokens) for image in prompt.images] == places
+        for image, item in zip(prompt.images, items, strict=True):
+            got, wanted = as_arrays(decode_features(image.features)), as_arrays(item)
+            assert got.keys() == wanted.keys()
+            for key, tensor in wanted.items():
+                np.testing.assert_array_equal(got[key], tensor)
+
+
+async def test_a_known_image_is_not_decoded_again(renderer: VllmRenderer, chats: ImageChats) -> None:
+    file = file_of(picture(20))
+    first = await render(renderer, file, salt="a")
+    kept = chats._kept[("a", first.images[0].digest)]
+    # A file that cannot be decoded has the digest of one that was: what is kept takes its place.
+    broken = file[:-50]
+    chats._keep("a", chats.digest_of(broken), kept)
+    again = await render(renderer, broken, salt="a")
+    assert again.images[0].features == first.images[0].features
+    assert again.token_ids == first.token_ids
+    with pytest.raises(InvalidRequest, match="cannot be decoded"):
+        await render(renderer, broken, salt="b")
+
+
+async def test_digests_are_of_the_file(renderer: VllmRenderer) -> None:
+    one = await render(renderer, FORMATS["png"], FORMATS["png"])
+    same, other = await render(renderer, FORMATS["png"]), await render(renderer, FORMATS["jpeg"])
+    assert one.images[0].digest == one.images[1].digest == same.images[0].digest != other.images[0].digest
+
+
+async def test_placeholders_count_as_tokens_of_the_prompt(renderer: VllmRenderer) -> None:
+    prompt = await render(renderer, FORMATS["png"])
+    assert len(prompt.token_ids) > prompt.images[0].num_tokens > 16
+    with pytest.raises(ContextLengthExceeded, match="4096"):
+        await render(renderer, *[FORMATS["png"]] * 60)
+    room = renderer.max_model_len() - len(prompt.token_ids)
+    assert (await render(renderer, FORMATS["png"], max_tokens=room)).sampling.max_tokens == room
+    with pytest.raises(ContextLengthExceeded):
+        await render(renderer, FORMATS["png"], max_tokens=room + 1)
+
+
+async def test_a_users_text_of_a_placeholder_moves_no_image_elsewhere_than_vllm_does(renderer: VllmRenderer) -> None:
+    text = {"type": "text", "text": f"{IMAGE_TOKEN} and"}
+    body = {"messages": [{"role": "user", "content": [text, {"type": "image_url"}]}], "max_tokens": 8}
+    prompt = await renderer.render_chat(body, [ChatImage(FORMATS["png"], "messages[0].content[1]")])
+    (image,) = prompt.images
+    assert image.offset + image.num_tokens <= len(prompt.token_ids)
+
+
+async def test_sampling_and_grammars_are_those_of_a_chat(renderer: VllmRenderer) -> None:
+    prompt = await render(
+        renderer, FORMATS["png"], temperature=0.5, seed=3, logprobs=True, top_logprobs=2, response_format={
+            "type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}
+        },
+    )  # fmt: skip
+    sampling = prompt.sampling
+    assert (sampling.temperature, sampling.seed, sampling.logprobs, sampling.max_tokens) == (0.5, 3, 2, 8)
+    assert "object" in sampling.structured_outputs
+    with pytest.raises(InvalidRequest, match="response_format"):
+        await render(renderer, FORMATS["png"], response_format={
+            "type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array", "uniqueItems": True}}
+        })  # fmt: skip
+
+
+async def test_tools_beside_images_are_parsed_as_beside_texts(renderer: VllmRenderer) -> None:
+    function = {"name": "weather", "description": "of a place", "parameters": {"type": "object", "properties": {}}}
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "auto"}
+    prompt = await render(renderer, FORMATS["png"], **tools)
+    text = await renderer.render_chat({"messages": [{"role": "user", "content": "What?"}], "max_tokens": 8, **tools})
+    assert prompt.parse == text.parse is not None
+    assert (await render(renderer, FORMATS["png"])).parse is None
+
+
+def png_of(width: int, height: int, data: bytes = b"") -> bytes:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def bomb(kind: bytes) -> bytes:
+    """A small picture with a chunk that grows to 1 GiB."""
+    file = png_of(1, 1, zlib.compress(b"\0\0\0\0"))
+    grown = zlib.compressobj(9)
+    content = b"a\0\0" + b"".join(grown.compress(bytes(1 << 20)) for _ in range(1024)) + grown.flush()
+    body = kind + content
+    return file[:33] + struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body)) + file[33:]
+
+
+HOSTILE: Mapping[str, tuple[bytes, str]] = {
+    "most pixels and one": (png_of(MAX_PIXELS + 1, 1), f"gateway.images.max_pixels is {MAX_PIXELS}"),
+    "a wide bomb": (png_of(2**31 - 1, 2**31 - 1), "pixels are too many"),
+    "a gif bomb": (FORMATS["gif"][:6] + b"\xff" * 4 + FORMATS["gif"][10:], "65535 x 65535 pixels"),
+    "a webp bomb": (b"RIFF\x20\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + b"\xff" * 6 + bytes(8), "messages[0].content[1]: "),
+    "no pixels": (png_of(0, 5), "messages[0].content[1]: "),
+    "truncated png": (FORMATS["png"][:-100], "the image cannot be decoded: image file is truncated"),
+    "truncated jpeg": (FORMATS["jpeg"][:-100], "the image cannot be decoded: image file is truncated"),
+    "truncated webp": (FORMATS["webp"][:-100], "messages[0].content[1]: "),
+    "truncated gif": (FORMATS["gif"][: len(FORMATS["gif"]) // 2], "messages[0].content[1]: "),
+    "only a signature": (b"\x89PNG\r\n\x1a\n", "messages[0].content[1]: "),
+    "noise after a signature": (b"\xff\xd8\xff" + bytes(range(256)) * 40, "messages[0].content[1]: "),
+    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "expected PNG, JPEG, WebP or GIF"),
+    "tiff": (file_of(picture(17), "TIFF"), "expected PNG, JPEG, WebP or GIF"),
+    "bmp": (file_of(picture(18), "BMP"), "expected PNG, JPEG, WebP or GIF"),
+    "empty": (b"", "expected PNG, JPEG, WebP or GIF"),
+    "a bomb of text": (bomb(b"zTXt"), "messages[0].content[1]: "),
+    "a bomb of colours": (bomb(b"iCCP"), "messages[0].content[1]: "),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_hostile_files_cost_their_request_alone(renderer: VllmRenderer, chats: ImageChats, name: str) -> None:
+    file, reason = HOSTILE[name]
+    await render(renderer, FORMATS["png"])
+    pid = chats._process.pid
+    with pytest.raises(InvalidRequest) as refused:
+        await render(renderer, file)
+    assert reason in refused.value.message
+    assert refused.value.param == "messages[0].content[1]"
+    assert (await render(renderer, FORMATS["png"])).images
+    assert chats._process.pid == pid
+    assert not psutil.Process(pid).children()
+
+
+async def test_an_image_of_the_most_pixels_is_taken(renderer: VllmRenderer) -> None:
+    assert (await render(renderer, file_of(Image.new("RGB", (1024, 1024), "red")))).images
+
+
+async def test_a_bad_image_among_good_ones_is_named(renderer: VllmRenderer) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await render(renderer, FORMATS["png"], FORMATS["png"][:-100], FORMATS["jpeg"])
+    assert refused.value.param == "messages[0].content[2]"
+
+
+async def test_texts_alone_are_rendered_without_the_image_process(renderer: VllmRenderer, chats: ImageChats) -> None:
+    before = list(chats._kept)
+    prompt = await renderer.render_chat({"messages": [{"role": "user", "content": "hi"}]})
+    assert not prompt.images
+    assert isinstance(prompt.token_ids, array)
+    assert list(chats._kept) == before
+
+
+async def test_a_text_model_takes_no_images() -> None:
+    made = await asyncio.to_thread(VllmRenderer, str(model_folder.resolve("default")), "m", ModelConfig())
+    assert not made.takes_images
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content\[1\]: this model takes no images"):
+        await render(made, FORMATS["png"])
+    await made.close()
