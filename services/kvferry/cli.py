@@ -234,6 +234,7 @@ def down(name: str | None) -> None:
 @_configured
 def show_config(config: ClusterConfig, role: str | None, entry: str) -> None:
     """Print the effective configuration as YAML."""
+    from kvferry.engine.vllm.chat_template import read_chat_template
     from kvferry.quality.required import check_quality_report
 
     entries = [each.name for each in config.models]
@@ -243,6 +244,8 @@ def show_config(config: ClusterConfig, role: str | None, entry: str) -> None:
         raise ConfigError(f"--entry {entry[:64]!r}: the entries of `models` are: {', '.join(entries) or 'none'}")
     for name in ("", *entries):
         check_quality_report(config.of_model(name))
+        if config.engine.kind == "vllm":
+            read_chat_template(config.of_model(name).model)
     if role is not None:
         from kvferry.engine.vllm.command_line import command_line
         from kvferry.engine.vllm.text_model import use_cpu_platform

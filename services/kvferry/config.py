@@ -81,7 +81,7 @@ class _Section(BaseModel):
 
 def _absolute(path: Path) -> Path:
     if not path.is_absolute():
-        raise ValueError("expected an absolute path: every process of a node must find the same folder")
+        raise ValueError("expected an absolute path: every process of a node must find the same one")
     return path
 
 
@@ -115,6 +115,8 @@ class ModelConfig(_Section):
     # vLLM's parsers for this model's answers. Empty: no tools; reasoning stays part of the content.
     tool_parser: str = ""
     reasoning_parser: str = ""
+    # A Jinja file for chats, in the place of the model's own template. Gateways read it when they start.
+    chat_template: Path | None = None
 
     @field_validator("served_name")
     @classmethod
@@ -122,6 +124,11 @@ class ModelConfig(_Section):
         if name:
             check_model_name(name)
         return name
+
+    @field_validator("chat_template")
+    @classmethod
+    def _template_is_found_everywhere(cls, file: Path | None) -> Path | None:
+        return None if file is None else _absolute(file)
 
     @field_validator("aliases")
     @classmethod

@@ -8,6 +8,7 @@ import logging
 import random
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -317,3 +318,17 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_rendered(
     if isinstance(content, str):
         with pytest.raises(ContextLengthExceeded, match="but prompt has 4000000"):
             await renderer.render_completion({"prompt": ["short", content]})
+
+
+def test_a_template_of_the_configuration_takes_the_place_of_the_models(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}[answer]")
+    folder = str(model_folder.resolve("default"))
+    made = VllmRenderer(folder, "m", ModelConfig(chat_template=file))
+    assert made.renders_plain_prompts_itself, "and gives what vLLM's renderer gives with this template"
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    # Tools are of vLLM's renderer.
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    for more in ({}, {"tools": tools, "tool_choice": "none"}):
+        (expected,) = asyncio.run(made.render_completion({"prompt": "[user] hello\n[answer]", "max_tokens": 4}))
+        assert list(asyncio.run(made.render_chat({**body, **more})).token_ids) == list(expected.token_ids)

@@ -26,6 +26,7 @@ import yaml
 from kvferry import model_catalogue, model_folder, shared_memory
 from kvferry.addresses import free_port, node_address
 from kvferry.config import ClusterConfig, GatewayConfig, parse
+from kvferry.engine.vllm.chat_template import read_chat_template
 from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import ConfigError, LocalError
 from kvferry.local.authority import make_certificates
@@ -391,6 +392,8 @@ def _with_model_folders(config: ClusterConfig, progress: Progress) -> ClusterCon
 
 def _folder_of(config: ClusterConfig, progress: Progress) -> str:
     check_quality_report(config)
+    if config.engine.kind == "vllm":
+        read_chat_template(config.model)
     with progress.step(f"model {config.model.path}"):
         path = model_folder.resolve(config.model.path, report=progress.detail)
     if config.engine.quality_report is not None:

@@ -77,7 +77,9 @@ class PlainPrompts:
         self._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        template = resolve_chat_template(tokenizer, chat_template=None, tools=None, model_config=self._model_config)
+        template = resolve_chat_template(
+            tokenizer, chat_template=online.chat_template, tools=None, model_config=self._model_config
+        )
         self._template = _compile_jinja_template(template) if template is not None else None
         self._template_values = {
             **(self._template.globals if self._template is not None else {}),
@@ -88,7 +90,7 @@ class PlainPrompts:
         }
         self._content_format = (
             resolve_chat_template_content_format(
-                chat_template=None,
+                chat_template=online.chat_template,
                 tools=None,
                 given_format=online.chat_template_content_format,
                 tokenizer=tokenizer,

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvferry.config import ModelConfig
+from kvferry.engine.vllm.chat_template import read_chat_template
 from kvferry.engine.vllm.plain_prompts import Rendered
 from kvferry.engine.vllm.text_model import text_model_config
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
@@ -22,7 +23,8 @@ class VllmPrompts:
     def __init__(self, model_folder: str, served_name: str, model: ModelConfig) -> None:
         """`model.dtype` is the engines'.
 
-        Raises ConfigError for parsers that vLLM does not have, or that do not fit the tokenizer.
+        Raises ConfigError for parsers that vLLM does not have, or that do not fit the tokenizer, and for a chat
+        template that is none.
         """
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -142,7 +144,7 @@ def _online_renderer(config: Any, model: ModelConfig) -> Any:
             model_config=config,
             renderer=renderer_from_config(VllmConfig(model_config=config)),
             request_logger=None,
-            chat_template=None,
+            chat_template=read_chat_template(model),
             chat_template_content_format="auto",
             enable_auto_tools=bool(model.tool_parser),
             tool_parser=model.tool_parser or None,
