@@ -284,7 +284,8 @@ class GatewaySession:
             self._refuse(number, refusal)
             self._worker.requests_changed()
             return
-        self.tasks[number] = self._loop.create_task(self._run(number, request), name=request.request_id)
+        images, request = WaitingImages(self._worker.image_room, request), without_features(request)
+        self.tasks[number] = self._loop.create_task(self._run(number, request, images), name=request.request_id)
         self._tenants.note(number, message)
         self._worker.requests_changed()
         self._note_stats()
@@ -314,12 +315,11 @@ class GatewaySession:
 
     # From the engine
 
-    async def _run(self, number: int, request: EngineRequest) -> None:
+    async def _run(self, number: int, request: EngineRequest, images: WaitingImages) -> None:
         instrumented = self._worker.instrumentation.begin(request)
         if instrumented.span is not None:
             request = structs.replace(request, trace=instrumented.span.context)
         output: EngineOutput | None = None
-        images, request = WaitingImages(self._worker.image_room, request), without_features(request)
         num_generated = 0
         self._tenants.begin(request)
         try:
