@@ -139,10 +139,13 @@ class HintedPages(Generic[T]):
         for heap in (self._ended, *self._lapsed):
             if (key := heap.key_of(page)) is not None:
                 heap.remove(page)
+                if heap is self._ended:
+                    self._ending.add(page)  # it is not a use to be in use
                 return Spot(heap, key)
         return None
 
     def put_back(self, page: T, spot: Spot[T]) -> None:
+        self._ending.discard(page)
         spot.heap.put(page, spot.key)
         if (want := self._wants.get(page)) is not None:
             self._deadlines.put(page, (want.until_s, want.number))
