@@ -44,8 +44,10 @@ class ImageRenderer(SimRenderer):
 
 
 @asynccontextmanager
-async def with_images(**images: Any) -> AsyncIterator[tuple[SimCluster, ImageRenderer, httpx.AsyncClient]]:
-    async with running(1, 1, gateway={"images": images}) as cluster:
+async def with_images(
+    *, models: Sequence[Mapping[str, Any]] = (), **images: Any
+) -> AsyncIterator[tuple[SimCluster, ImageRenderer, httpx.AsyncClient]]:
+    async with running(1, 1, gateway={"images": images}, models=models) as cluster:
         renderer = ImageRenderer()
 
         def make(_: ClusterConfig, __: str) -> ImageRenderer:
@@ -93,6 +95,15 @@ async def test_a_model_that_takes_none_says_so() -> None:
     error = answer.json()["error"]
     assert error["message"] == "messages[0].content[1]: this model takes no images"
     assert error["param"] == "messages[0].content[1]"
+
+
+async def test_entries_of_models_take_none() -> None:
+    """They were shown with the default model alone."""
+    async with with_images(models=[{"name": "alpha"}]) as (_, renderer, http):
+        answer = await post(http, image(url_of(PNG)), model="alpha")
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "messages[0].content[0]: this model takes no images"
+        assert not renderer.seen
 
 
 async def test_images_in_flight_are_limited_and_given_back_with_their_requests() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -251,6 +252,12 @@ async def test_unusable_images_are_refused_and_the_engine_goes_on(prompts: Promp
     await refused("placeholder tokens", structs.replace(image, num_tokens=image.num_tokens - 20))
     await refused("do not overlap", image, image)
     await refused("end of the prompt", image, prompt_token_ids=known.token_ids[: image.end])
+    from kvferry.engine.vllm.image_features import decode_features, encode_features
+
+    item = decode_features(image.features)
+    rounded = dataclasses.replace(item["pixel_values"], data=item["pixel_values"].data.bfloat16())
+    of_other_type = structs.replace(image, features=encode_features(type(item)({**item, "pixel_values": rounded})))
+    await refused("pixel_values of bfloat16 .*; this engine computes in float32", of_other_type)
     wide = prompts.known["late"].images[0]
     await refused("placeholder tokens", structs.replace(image, features=wide.features))
     tokens, _ = await answer(prompts.pair.prefill, prompts.request("one", "good"))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
+from kvferry.config import is_of_entry
 from kvferry.engine.base import EngineOutput, RenderedPrompt
 from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.adapter_names import AdapterNames
@@ -88,7 +89,9 @@ class OpenAI:
         claim.take_choices(body.n or 1)
         with route.model.rendering() as renderer:
             messages = fields["messages"]
-            images = await self._images.load(messages, claim, takes_images=renderer.takes_images)
+            # Images were shown with the default model alone.
+            takes_images = renderer.takes_images and not is_of_entry(route.pool)
+            images = await self._images.load(messages, claim, takes_images=takes_images)
             if images:
                 body = structs.replace(body, messages=messages)  # without the URLs
             rendered = await renderer.render_chat(fields, images, salt=salt_of(tenant, body.cache_salt))

@@ -39,6 +39,13 @@ def check_idefics3(item: MultiModalKwargsItem, config: Any) -> int:
     return len(pixels) * side * side
 
 
+def check_dtype(item: MultiModalKwargsItem, dtype: torch.dtype) -> None:
+    """Raises InvalidRequest for numbers of another type than the model is computed in: they were rounded before."""
+    for name, elem in item.items():
+        if elem.data.is_floating_point() and elem.data.dtype != dtype:
+            raise _unusable(f"{name} {_shown(elem.data)}; this engine computes in {str(dtype).removeprefix('torch.')}")
+
+
 def _are_rectangles(mask: torch.Tensor) -> bool:
     rows, columns = mask[:, :, 0], mask[:, 0, :]
     return bool(
@@ -81,6 +88,8 @@ def image_prompt(request: EngineRequest, model_config: Any) -> dict[str, Any]:
     for number, image in enumerate(request.images):
         place = placeholder_range(request.prompt_token_ids, image, config.image_token_id)
         item = decode_features(image.features) if image.features else None
+        if item is not None:
+            check_dtype(item, model_config.dtype)
         if item is not None and (num_embeds := check(item, config)) != place.get_num_embeds():
             raise InvalidRequest(
                 f"image {number} has {place.get_num_embeds()} placeholder tokens, and features for {num_embeds}"
