@@ -21,6 +21,7 @@ VISION = SimpleNamespace(num_channels=3, image_size=8, patch_size=2)
 MODEL = SimpleNamespace(
     architecture="Idefics3ForConditionalGeneration",
     hf_config=SimpleNamespace(vision_config=VISION, scale_factor=2, image_token_id=9),
+    dtype=torch.float32,
 )
 TILE_TOKENS = 4
 
@@ -182,6 +183,10 @@ def test_vllms_input_has_the_image_at_its_tokens() -> None:
     [
         ({"pixel_values": torch.rand(2, 3, 8, 6)}, "tiles of 3 x 8 x 8"),
         ({"pixel_values": torch.ones(2, 3, 8, 8, dtype=torch.int64)}, "of int64"),
+        (
+            {"pixel_values": torch.ones(2, 3, 8, 8, dtype=torch.bfloat16)},
+            "bfloat16 .*; this engine computes in float32",
+        ),
         ({"pixel_values": torch.rand(3, 3, 8, 8)}, "3 tiles came"),
         ({"pixel_values": torch.cat([torch.rand(1, 3, 8, 8), torch.zeros(1, 3, 8, 8)])}, "a tile of zeros"),
         ({"num_patches": torch.tensor(3)}, "2 tiles came"),

@@ -89,11 +89,12 @@ def image_prompt(request: EngineRequest, model_config: Any) -> dict[str, Any]:
         place = placeholder_range(request.prompt_token_ids, image, config.image_token_id)
         item = decode_features(image.features) if image.features else None
         if item is not None:
+            num_embeds = check(item, config)
             check_dtype(item, model_config.dtype)
-        if item is not None and (num_embeds := check(item, config)) != place.get_num_embeds():
-            raise InvalidRequest(
-                f"image {number} has {place.get_num_embeds()} placeholder tokens, and features for {num_embeds}"
-            )
+            if num_embeds != place.get_num_embeds():
+                raise InvalidRequest(
+                    f"image {number} has {place.get_num_embeds()} placeholder tokens, and features for {num_embeds}"
+                )
         items.append(item)
         places.append(place)
     prompt: dict[str, Any] = mm_input(
