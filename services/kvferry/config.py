@@ -265,7 +265,9 @@ def check_new_pool_name(name: str) -> None:
     """As `check_pool_name`, for names that are not stored yet: earlier releases had pools called `default`."""
     check_pool_name(name)
     if name == DEFAULT_POOL:
-        raise ValueError(f"pool {name!r}: the workers of `prefill` and `decode` are called so")
+        raise ValueError(
+            f"pool {name!r}: this is the name of the workers of `prefill` and `decode`; choose another one"
+        )
 
 
 class PoolConfig(_Section):
@@ -779,7 +781,9 @@ class ClusterConfig(_Section):
         ):
             for name in canary:
                 if name == own or name not in known:
+                    others = ", ".join(sorted(known - {own})) or "none"
                     why = "is the model itself" if name == own else "is no model of this cluster"
+                    why += f"; others that can take a share: {others}"
                     raise ValueError(f"{key}.canary: {name[:80]!r} {why}")
         for place, entry in enumerate(self.models):
             try:
@@ -808,7 +812,10 @@ class ClusterConfig(_Section):
         if not self.adapters.served:
             return self
         if not self.serves_default:
-            raise ValueError("adapters.served: adapters are of the default model, and this cluster has `models` alone")
+            raise ValueError(
+                "adapters.served: only the default model can have adapters, and this cluster has none: all its models "
+                "are entries of `models`. Describe the base model in `model`, and give `prefill` and `decode` replicas"
+            )
         names = {self.served_name, *self._further_names().values(), *(entry.name for entry in self.models)}
         if clash := sorted(names & self.adapters.served.keys()):
             raise ValueError(f"adapters.served.{clash[0]}: {clash[0]!r} is the name of a model")
@@ -827,7 +834,8 @@ class ClusterConfig(_Section):
             )
         if any(vllm_arguments.speculates(engine.args) for engine in engines):
             raise ValueError(
-                f"adapters.served: adapters were not shown to give right answers beside {vllm_arguments.SPECULATION}"
+                f"adapters.served: adapters were not shown to give right answers beside {vllm_arguments.SPECULATION} "
+                "(engine.args, decode.engine.args): remove one of the two"
             )
         return self
 
@@ -1120,7 +1128,11 @@ def _explain(fault: Any, values: Mapping[str, Any]) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] in _TYPE_TO_WORDS:
         message = f"expected {_TYPE_TO_WORDS[fault['type']]}"
-    return f"{key}: {message}, not {fault['input']!r}" if not isinstance(fault["input"], dict) else f"{key}: {message}"
+    if fault["type"] == "string_type" and isinstance(fault["input"], bool | int | float):
+        message = f"expected a text: quote it, as in {key}='\"{fault['input']}\"'"
+    # A validator of a list or a mapping names the entry that is wrong; the whole value would only repeat it.
+    is_named = isinstance(fault["input"], dict) or (fault["type"] == "value_error" and isinstance(fault["input"], list))
+    return f"{key}: {message}" if is_named else f"{key}: {message}, not {fault['input']!r}"
 
 
 def _explain_derived(fault: Any, entry: str) -> str:
