@@ -394,7 +394,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 
 
 class AdapterConfig(_Section):
-    """A LoRA adapter of the model."""
+    """A LoRA adapter of the default model."""
 
     path: str = Field(min_length=1, max_length=1024)  # a folder, the same on every node, or a hub id
     revision: str = Field("", max_length=200)  # of a hub id: branch, tag or commit
@@ -416,7 +416,7 @@ class AdapterConfig(_Section):
 
 
 class AdaptersConfig(_Section):
-    """LoRA adapters of the model, which clients ask for by name."""
+    """LoRA adapters of the default model, which clients ask for by name."""
 
     served: dict[str, AdapterConfig] = Field(default_factory=dict)  # by name
     max_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16  # vLLM's max_lora_rank
