@@ -88,13 +88,18 @@ decode:
 
 Names are those of vLLM 0.32's command line, with underscores; values are given to vLLM's own parser when an engine
 starts, and a value that it refuses ends the start with its reason.
-`kvferry config --vllm prefill` prints the command line that results, `decode` that of decode engines. Every argument
-of vLLM is in one of these tables.
+`kvferry config --vllm prefill` prints the command line that results, `decode` that of decode engines; it runs the
+values through vLLM's parser too. It needs no cluster, no GPU and no model, and prints the line of a real engine also
+where `engine.kind` is `sim`; simulated engines check these arguments and ignore them. Every argument of vLLM is in one
+of these tables. With the chart, arguments of one role are `roles.decode.engine.args` and `roles.prefill.engine.args`.
+
+Values of `engine.env` are texts: `{VLLM_LOG_STATS_INTERVAL: "5"}`, on a command line
+`--set 'engine.env.VLLM_LOG_STATS_INTERVAL="5"'`.
 
 **At your own risk**: an argument of the last table is taken if `engine.unproven` names it, as in `unproven:
 [attention_backend]`. So is a variable of `engine.env` beside the free ones ({variables}).
 kvferry has not shown that answers stay right with it, or that it works at all; each start of an engine logs it. Of the
-refusals of [models](models.md) it lifts that of speculative decoding alone.
+refusals of [models](models.md) it lifts that of other methods of speculative decoding, and no other.
 
 **Exchange digest**: engines exchange pages, directly and over volumes, only with equal values of all that is *equal*
 or unproven, variables too. Changing one is a change of the engine: pages on volumes of before are not read.
@@ -113,17 +118,32 @@ check them in one step. It helps answers that repeat their prompts (code, extrac
 with many, the checked tokens cost more than they save. Answers are those of an engine without, token for token
 (float32, greedy), also after a transfer, from every tier, and when another worker continues them; sampled answers have
 the same distribution, and a seed gives its answer again on engines with the same setting. `min_p` and `logit_bias`,
-which vLLM does not take then, are refused with 400. Of other methods (draft models, EAGLE, MTP) nothing was shown: they
-need `engine.unproven: [speculative_config]`, in `engine.args`, because a draft model has pages of its own.
-`vllm:spec_decode_num_draft_tokens_total` and `vllm:spec_decode_num_accepted_tokens_total` of a decode worker's metrics
-say how many guesses were right.
+which vLLM does not take then, are refused with 400. [Adapters](adapters.md) beside it are refused. Of other methods
+(draft models, EAGLE, MTP) nothing was shown: they need `engine.unproven: [speculative_config]`, and stand in
+`engine.args` instead of `decode.engine.args`, because a draft model has pages of its own.
+
+The acceptance rate is a quotient of two counters that vLLM exports, on the [listeners](metrics.md) of decode workers
+(not on the gateway's; `/kvferry/v1/targets` has their addresses). Simulated engines have neither.
+
+```promql
+sum(rate(vllm:spec_decode_num_accepted_tokens_total[5m])) / sum(rate(vllm:spec_decode_num_draft_tokens_total[5m]))
+```
 """
 
 _TITLES = {
     Rule.FREE: ("Free", "Each role may have its own."),
     Rule.EQUAL: ("Equal in both roles", "Only in `engine.args`."),
-    Rule.REFUSED: ("Refused", "Most are set by kvferry: `use` names the key."),
-    Rule.UNPROVEN: ("Unproven", "Refused unless `engine.unproven` names them; only in `engine.args`."),
+    Rule.REFUSED: (
+        "Refused",
+        "Most are set by kvferry: `use` names the key. Some keys of `engine` may stand in "
+        "[`prefill.engine` and `decode.engine`](configuration.md#decodeengine) too. "
+        "More on [parallelism](gpu.md#parallelism-that-was-not-shown).",
+    ),
+    Rule.UNPROVEN: (
+        "Unproven",
+        "Refused unless `engine.unproven` names them; only in `engine.args`. `speculative_config` of "
+        "[n-grams](#speculative-decoding) alone needs no permission, and stands in `decode.engine.args`.",
+    ),
 }
 
 

@@ -481,7 +481,11 @@ def main() -> int:
     deploying.add_argument("--wait", type=float, default=0, metavar="SECONDS", help="wait until every replica serves")
     deleting = commands.add_parser("delete", help="drain and end the application")
     for command in (deploying, deleting):
-        command.add_argument("--ray-address", default=os.environ.get("RAY_ADDRESS", "auto"))
+        command.add_argument(
+            "--ray-address",
+            default=os.environ.get("RAY_ADDRESS", "auto"),
+            help="host:port of the running Ray; by default $RAY_ADDRESS, else the Ray of this machine",
+        )
     arguments = parser.parse_args()
     try:
         if arguments.command == "delete":

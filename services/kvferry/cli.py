@@ -229,7 +229,7 @@ def down(name: str | None) -> None:
 
 @main.command(name="config")
 @click.option("--vllm", "role", type=click.Choice(ROLES), help="Print this role's vLLM command line instead.")
-@click.option("--entry", default="", help="With --vllm: of this entry of `models`, by its name.")
+@click.option("--entry", default="", help="With --vllm: the name of an entry of `models`.")
 @_reported
 @_configured
 def show_config(config: ClusterConfig, role: str | None, entry: str) -> None:
@@ -242,6 +242,10 @@ def show_config(config: ClusterConfig, role: str | None, entry: str) -> None:
         raise click.UsageError("--entry needs --vllm prefill or --vllm decode")
     if entry and entry not in entries:
         raise ConfigError(f"--entry {entry[:64]!r}: the entries of `models` are: {', '.join(entries) or 'none'}")
+    if role is not None and not entry and not config.serves_default:
+        raise ConfigError(
+            f"--vllm {role}: this cluster has no default model; choose one with --entry: {', '.join(entries)}"
+        )
     for name in ("", *entries):
         check_quality_report(config.of_model(name))
         if config.engine.kind == "vllm":
@@ -548,7 +552,7 @@ def _sources(request: dict[str, Any]) -> str:
     else:
         brought = f"{tiers['ferry']} by a KV transfer, {tiers['cpu']} from its CPU tier, {tiers['volume']} from volumes"
     return (
-        f"prompt tokens of which {sources['local_compute']} were computed by the decode worker, "
+        f"prompt tokens: {sources['local_compute']} were computed by the decode worker, "
         f"{sources['local_cache_hit']} cached in its engine, {brought}"
     )
 

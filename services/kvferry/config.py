@@ -272,7 +272,9 @@ def check_new_pool_name(name: str) -> None:
     """As `check_pool_name`, for names that are not stored yet: earlier releases had pools called `default`."""
     check_pool_name(name)
     if name == DEFAULT_POOL:
-        raise ValueError(f"pool {name!r}: the workers of `prefill` and `decode` are called so")
+        raise ValueError(
+            f"pool {name!r}: this is the name of the workers of `prefill` and `decode`; choose another one"
+        )
 
 
 class PoolConfig(_Section):
@@ -399,7 +401,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]
 
 
 class AdapterConfig(_Section):
-    """A LoRA adapter of the model."""
+    """A LoRA adapter of the default model."""
 
     path: str = Field(min_length=1, max_length=1024)  # a folder, the same on every node, or a hub id
     revision: str = Field("", max_length=200)  # of a hub id: branch, tag or commit
@@ -421,7 +423,7 @@ class AdapterConfig(_Section):
 
 
 class AdaptersConfig(_Section):
-    """LoRA adapters of the model, which clients ask for by name."""
+    """LoRA adapters of the default model, which clients ask for by name."""
 
     served: dict[str, AdapterConfig] = Field(default_factory=dict)  # by name
     max_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = 16  # vLLM's max_lora_rank
@@ -823,7 +825,9 @@ class ClusterConfig(_Section):
         ):
             for name in canary:
                 if name == own or name not in known:
+                    others = ", ".join(sorted(known - {own})) or "none"
                     why = "is the model itself" if name == own else "is no model of this cluster"
+                    why += f"; others that can take a share: {others}"
                     raise ValueError(f"{key}.canary: {name[:80]!r} {why}")
         for place, entry in enumerate(self.models):
             try:
@@ -852,7 +856,10 @@ class ClusterConfig(_Section):
         if not self.adapters.served:
             return self
         if not self.serves_default:
-            raise ValueError("adapters.served: adapters are of the default model, and this cluster has `models` alone")
+            raise ValueError(
+                "adapters.served: only the default model can have adapters, and this cluster has none: all its models "
+                "are entries of `models`. Describe the base model in `model`, and give `prefill` and `decode` replicas"
+            )
         names = {self.served_name, *self._further_names().values(), *(entry.name for entry in self.models)}
         if clash := sorted(names & self.adapters.served.keys()):
             raise ValueError(f"adapters.served.{clash[0]}: {clash[0]!r} is the name of a model")
@@ -871,7 +878,8 @@ class ClusterConfig(_Section):
             )
         if any(vllm_arguments.speculates(engine.args) for engine in engines):
             raise ValueError(
-                f"adapters.served: adapters were not shown to give right answers beside {vllm_arguments.SPECULATION}"
+                f"adapters.served: adapters were not shown to give right answers beside {vllm_arguments.SPECULATION} "
+                "(engine.args, decode.engine.args): remove one of the two"
             )
         return self
 
@@ -1169,7 +1177,11 @@ def _explain(fault: Any, values: Mapping[str, Any]) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] in _TYPE_TO_WORDS:
         message = f"expected {_TYPE_TO_WORDS[fault['type']]}"
-    return f"{key}: {message}, not {fault['input']!r}" if not isinstance(fault["input"], dict) else f"{key}: {message}"
+    if fault["type"] == "string_type" and isinstance(fault["input"], bool | int | float):
+        message = f"expected a text: quote it, as in {key}='\"{fault['input']}\"'"
+    # A validator of a list or a mapping names the entry that is wrong; the whole value would only repeat it.
+    is_named = isinstance(fault["input"], dict) or (fault["type"] == "value_error" and isinstance(fault["input"], list))
+    return f"{key}: {message}" if is_named else f"{key}: {message}, not {fault['input']!r}"
 
 
 def _explain_derived(fault: Any, entry: str) -> str:

@@ -50,6 +50,11 @@ _USE = {
     "max_lora_rank": "adapters.max_rank",
 }
 
+# Keys that `prefill.engine` and `decode.engine` have too.
+KEYS_OF_ROLES = (
+    "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "tensor_parallel_size",
+)  # fmt: skip
+
 REFUSED: Mapping[str, str] = {
     **{name: f"use {key}" for name, key in _USE.items()},
     **_each("kv_transfer_config kv_events_config", "workers move pages and report them with it"),
@@ -61,14 +66,17 @@ REFUSED: Mapping[str, str] = {
         "data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address "
         "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb "
         "data_parallel_backend elastic_ep_max_dp_size dp_sync_interval disable_nccl_for_dp_synchronization",
-        "each rank has pages of its own, and of a worker gateways see those of one: use replicas, which are the same "
-        "for models without experts; experts on several ranks were not shown (vLLM's CPU backend lacks the exchange)",
+        "each rank has KV pages of its own, and gateways know one set of pages per worker: set prefill.replicas and "
+        "decode.replicas instead, which is the same for models without experts; experts on several data-parallel ranks "
+        "were not shown to give right answers (vLLM's CPU backend lacks their exchange)",
     ),
     **_each(
         "nnodes node_rank master_addr master_port distributed_executor_backend ray_workers_use_nsight",
-        "all ranks of a worker's engine are processes of its node",
+        "all ranks of an engine run on its worker's node, so an engine has at most the GPUs of one node: use "
+        "engine.tensor_parallel_size within it, and replicas beyond it",
     ),
-    "pipeline_parallel_size": "vLLM's NIXL connector has no decode engine of several stages",
+    "pipeline_parallel_size": "vLLM's NIXL connector refuses decode engines of several stages: use "
+    "engine.tensor_parallel_size",
     **_each("logits_processors", "answers that another worker continues need kvferry's own"),
     **_each("structured_outputs_config", "gateways compile grammars with the same settings"),
     **_each("additional_config", "vLLM's processes find values of the exchange digest in it"),
@@ -222,7 +230,7 @@ _NGRAM_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_
 def why_no_ngrams(value: object) -> str:
     """Return why a `speculative_config` is not one that was shown to give right answers, or an empty string."""
     if not isinstance(value, Mapping) or value.get("method") != "ngram":
-        return "of speculative decoding, {method: ngram} was shown to give right answers"
+        return "only speculative decoding with {method: ngram} was shown to give right answers"
     if unknown := [str(key)[:80] for key in value if key not in _NGRAM_KEYS]:
         return f"n-grams were shown to give right answers with {', '.join(_NGRAM_KEYS)}, not with {unknown[0]!r}"
     num_tokens = value.get("num_speculative_tokens")
@@ -252,7 +260,10 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
         near = difflib.get_close_matches(name[:80], RULES, n=1)
         return "vLLM has no such argument" + (f"; did you mean {near[0]!r}?" if near else "")
     if rule is Rule.REFUSED:
-        return f"not taken here: {REASONS[name]}"
+        reason = REASONS[name]
+        if role and name in KEYS_OF_ROLES:
+            reason += f", or {name} beside these args"
+        return f"not taken here: {reason}"
     if rule is Rule.UNPROVEN and name not in unproven:
         reason = f"not shown to give right answers here ({REASONS[name]})"
         if name == SPECULATION:
@@ -260,7 +271,7 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
             if not reason and role == "decode":
                 return ""
             if not reason:
-                return "decode workers generate answers: give it in decode.engine.args"
+                return "prefill engines generate no answers: give it in decode.engine.args"
         return f"{reason}; to try it at your own risk, add {name!r} to engine.unproven"
     if role and must_be_equal(name, value):
         return f"both roles need the same: give it in engine.args ({REASONS[name]})"

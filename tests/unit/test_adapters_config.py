@@ -106,7 +106,7 @@ def test_adapters_are_of_the_default_model() -> None:
         with pytest.raises(ConfigError, match=f"'{name}' is the name of a model"):
             configuration.parse({"models": [entry], "adapters": {"served": {name: {"path": "/a"}}}})
     none = {"replicas": 0}
-    with pytest.raises(ConfigError, match="has `models` alone"):
+    with pytest.raises(ConfigError, match="only the default model can have adapters"):
         configuration.parse({"models": [entry], "adapters": served, "prefill": none, "decode": none})
 
 

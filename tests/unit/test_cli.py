@@ -71,6 +71,10 @@ def test_the_command_line_of_an_entry_is_asked_for_by_its_name() -> None:
     alone = run("config", *models, "--entry", "a")
     assert alone.exit_code == 2
     assert "--entry needs --vllm prefill or --vllm decode" in alone.output
+    no_default = ("--set", "prefill.replicas=0", "--set", "decode.replicas=0", "--vllm", "decode")
+    unnamed = run("config", *models, *no_default)
+    assert unnamed.exit_code == 2
+    assert "this cluster has no default model; choose one with --entry: a, b" in unnamed.output
 
 
 @pytest.mark.parametrize(

@@ -411,7 +411,7 @@ def test_a_value_of_the_wrong_kind_is_told_in_words_of_yaml(flag: str, said: str
     [
         ({"pools": {"Finance": {}}}, "pools: pool 'Finance': lower-case letters, digits and dashes, at most 31"),
         ({"pools": {"": {}}}, "pools: pool '': lower-case"),
-        ({"pools": {"default": {}}}, "pool 'default': the workers of `prefill` and `decode` are called so"),
+        ({"pools": {"default": {}}}, "pool 'default': this is the name of the workers of `prefill` and `decode`"),
         ({"pools": {"x" * 32: {}}}, "at most 31"),
         ({"pools": {f"p{i}": {} for i in range(MAX_POOLS + 1)}}, f"pools: 17 pools; {MAX_POOLS} is the limit"),
         ({"pools": {"a": {"decode": {"replica": 1}}}}, "pools.a.decode.replica: unknown key (value 1); did you mean"),
@@ -444,7 +444,7 @@ NO_DEFAULT: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas":
         ({"models": [{"name": "A"}]}, "models.0.name: pool 'A': lower-case letters, digits and dashes, at most 31"),
         ({"models": [{"name": "a@b"}]}, "models.0.name: pool 'a@b': lower-case letters"),
         ({"models": [{"name": "a\nb"}]}, "models.0.name: pool 'a\\nb': lower-case letters"),
-        ({"models": [{"name": "default"}]}, "models.0.name: pool 'default': the workers of `prefill` and `decode`"),
+        ({"models": [{"name": "default"}]}, "models.0.name: pool 'default': this is the name of the workers"),
         ({"models": [{"name": "other"}]}, "models.0.name: 'other': metrics have it for the sum of many models"),
         ({"models": [{}]}, "models.0.name: Field required"),
         ({"models": {"a": {}}}, "models: expected a list"),
@@ -473,7 +473,10 @@ NO_DEFAULT: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas":
         ({"model": {"aliases": [""]}}, "model.aliases: a model's name has 1 to 200 characters, not 0"),
         ({"model": {"aliases": ["a" * 201]}}, "model.aliases: a model's name has 1 to 200 characters, not 201"),
         ({"model": {"aliases": [f"a{i}" for i in range(17)]}}, "model.aliases: 17 aliases; 16 is the limit"),
-        ({"model": {"canary": {"b": 5}}}, "model.canary: 'b' is no model of this cluster"),
+        (
+            {"model": {"canary": {"b": 5}}},
+            "model.canary: 'b' is no model of this cluster; others that can take a share: none",
+        ),
         ({"models": [{"name": "a", "model": {"canary": {"a": 5}}}]}, "models.0.model.canary: 'a' is the model itself"),
         ({"model": {"canary": {"default": 5}}}, "model.canary: 'default' is the model itself"),
         (

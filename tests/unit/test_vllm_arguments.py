@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvferry import config as configuration
 from kvferry import vllm_arguments
 from kvferry.errors import ConfigError
-from kvferry.vllm_arguments import RULES, Rule
+from kvferry.vllm_arguments import KEYS_OF_ROLES, REFUSED, RULES, Rule
 
 BY_RULE = {rule: [name for name, of_name in RULES.items() if of_name is rule] for rule in Rule}
 
@@ -48,6 +48,22 @@ def test_a_roles_arguments_replace_those_of_both() -> None:
     assert config.engine_of("decode").args == {"watermark": 0.02, "seed": 3}
 
 
+def test_an_argument_with_a_key_of_the_role_names_that_key() -> None:
+    with pytest.raises(ConfigError, match=r"use engine\.max_num_seqs, or max_num_seqs beside these args"):
+        parsed({}, decode={"engine": {"args": {"max_num_seqs": 7}}})
+    with pytest.raises(ConfigError, match=r"use engine\.block_size$"):
+        parsed({}, decode={"engine": {"args": {"block_size": 64}}})
+
+
+def test_keys_of_roles_are_those_of_the_configuration() -> None:
+    assert set(KEYS_OF_ROLES) == set(configuration.RoleEngineConfig.model_fields) & set(REFUSED)
+
+
+def test_a_wrong_name_in_a_list_is_said_once() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.unproven: 'nonsense': vLLM has no such argument$"):
+        parsed({"unproven": ["nonsense"]})
+
+
 def test_arguments_of_pools_are_checked() -> None:
     pool = {"served_name": "other", "decode": {"engine": {"args": {"seed": 1}}}}
     with pytest.raises(ConfigError, match=r"pools\.p\.decode\.engine\.args: seed: both roles need the same"):
@@ -71,6 +87,7 @@ def test_arguments_of_pools_are_checked() -> None:
         ({"unproven": ["seed"]}, "it needs no permission"),
         ({"unproven": ["block_size"]}, "not taken here: use engine.block_size"),
         ({"unproven": ["nonsense"]}, "vLLM has no such argument"),
+        ({"env": {"VLLM_LOG_STATS_INTERVAL": 1}}, "quote it, as in engine.env.VLLM_LOG_STATS_INTERVAL='\"1\"'"),
         ({"env": {"LD_PRELOAD": "/x"}}, "begin with VLLM_"),
         ({"env": {"VLLM_HOST_IP": "1.2.3.4"}}, "engine.side_channel_host"),
         ({"env": {"VLLM_USE_SOMETHING": "1"}}, "add its name to engine.unproven"),
@@ -89,7 +106,7 @@ def test_what_is_not_taken_is_named(engine: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"method": "eagle3"}, "{method: ngram} was shown"),
+        ({"method": "eagle3"}, "only speculative decoding with {method: ngram} was shown"),
         ({"model": "x" * 500}, "not with 'model'"),
         ({"x" * 5000: 1}, "not with 'xxx"),
         ({"num_speculative_tokens": 17}, "from 1 to 16"),

@@ -297,7 +297,7 @@ class GatewayHost:
             self.gateway_id,
             gateway.host,
             self.port,
-            f" and, for gRPC, on :{self.grpc.port}" if self.grpc.port else "",
+            f" and, for gRPC, on {gateway.host}:{self.grpc.port}" if self.grpc.port else "",
         )
 
     async def check_health(self) -> None:

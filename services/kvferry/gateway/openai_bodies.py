@@ -302,7 +302,8 @@ def _checked(values: Mapping[str, Any], kind: type[Body]) -> Body:
         raise InvalidRequest(f"unrecognized request argument: {unknown}", param=unknown)
     for required in ("model", "messages" if kind is ChatBody else "prompt"):
         if held.get(required) is None:
-            raise InvalidRequest(f"{required} is required", param=required)
+            hint = ": one of the names that /v1/models lists" if required == "model" else ""
+            raise InvalidRequest(f"{required} is required{hint}", param=required)
     try:
         body = msgspec.convert(held, kind)
     except msgspec.ValidationError as error:

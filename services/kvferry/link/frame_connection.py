@@ -93,7 +93,7 @@ class FrameConnection(FrameProtocol):
         self.transport, self.turn_s = None, float("inf")
         self.data_received(b"")
         if not self.decoder.greeted:
-            self._end("it refused the connection")
+            self._end("it closed the connection before it greeted (does `worker.tls` fit the other end's?)")
         elif error is not None:
             self._end(f"the connection broke ({error})")
         else:

@@ -50,12 +50,19 @@ _HAND_OVER_TIMEOUT_S = 90.0
 
 
 class AlreadyRunning(LocalError):
-    def __init__(self, record: ClusterRecord) -> None:
+    def __init__(self, record: ClusterRecord, changed_key: str = "") -> None:
+        kept = f" and keeps its value of {changed_key}, which does not change while it runs" if changed_key else ""
         super().__init__(
-            f"the cluster {record.name!r} already runs at {record.url}; "
+            f"the cluster {record.name!r} already runs at {record.url}{kept}; "
             "`kvferry status` shows it, `kvferry down` (or `make down`) ends it"
         )
         self.url = record.url
+
+    @classmethod
+    def beside(cls, record: ClusterRecord, asked: ClusterConfig) -> AlreadyRunning:
+        """Return the error that names the first setting which is asked for and not what the cluster runs with."""
+        wanted = asked.model_dump(mode="json")
+        return cls(record, _first_difference(record.asked, wanted) if record.asked else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,7 @@ def up(
         running = folder.record()
         if running is not None and is_alive(running):
             if (changed := with_other_models(running, config)) is None:
-                raise AlreadyRunning(running)
+                raise AlreadyRunning.beside(running, config)
             return _change_models(folder, running, config, changed, shown, timeout_s or config.engine.start_timeout_s)
         if (leftover := _clean(folder, keep_logs=False)).anything:
             shown.say(f"cleaned up after a cluster that had died ({leftover.num_processes} processes)")

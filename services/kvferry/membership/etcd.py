@@ -35,7 +35,10 @@ class EtcdMembership:
     ) -> None:
         """Raises ConfigError without endpoints or for unreadable certificate and password files."""
         if not config.endpoints:
-            raise ConfigError("membership.endpoints: at least one host:port of etcd is needed, not ()")
+            raise ConfigError(
+                "membership.endpoints: at least one host:port of etcd is needed; `kvferry status` shows that of a "
+                "cluster on this machine"
+            )
         self._config = config
         self._retry = retry
         self._clock = clock

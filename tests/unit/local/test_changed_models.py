@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.config import parse
 from kvferry.errors import ConfigError
-from kvferry.local.cluster import with_other_models
+from kvferry.local.cluster import AlreadyRunning, with_other_models
 from kvferry.local.run_folder import ClusterRecord
 
 VALUES: dict[str, Any] = {"engine": {"kind": "sim"}, "models": [{"name": "a"}, {"name": "b"}]}
@@ -59,6 +59,14 @@ def test_the_same_models_are_no_change() -> None:
     )
     of_an_older_release = dataclasses.replace(record(), asked={})
     assert with_other_models(of_an_older_release, asked(models=[])) is None
+
+
+def test_a_running_cluster_names_the_setting_that_it_keeps() -> None:
+    said = AlreadyRunning.beside(record(), asked(adapters={"max_rank": 8})).message
+    assert "already runs at  and keeps its value of adapters.max_rank" in said
+    assert "keeps" not in AlreadyRunning.beside(record(), asked()).message
+    of_an_older_release = dataclasses.replace(record(), asked={})
+    assert "keeps" not in AlreadyRunning.beside(of_an_older_release, asked(log_level="DEBUG")).message
 
 
 @pytest.mark.parametrize(
