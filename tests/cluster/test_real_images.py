@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from bench.tiny_models import make_image_model
-from support.image_answers import MAX_MODEL_LEN, NUM_TOKENS, ImageAnswer, answers_of_vllm, chats, images
+from support.image_answers import NUM_TOKENS, ImageAnswer, answers_of_vllm, chats, images
+from support.image_reference import MAX_MODEL_LEN
 from support.local_machine import Machine, a_machine
 
 pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(900)]

@@ -34,7 +34,8 @@ from kvferry.errors import InvalidRequest, PagesNotMoved
 from kvferry.pages.keys import page_images, route_keys, seed_of
 from kvferry.residency.index import Tier
 from kvferry.worker.page_mirror import PageMirror
-from support.image_prompts import BLOCK_SIZE, MAX_MODEL_LEN, NUM_TOKENS, PROMPTS, ImagePrompt, image_prompts
+from support.image_prompts import BLOCK_SIZE, NUM_TOKENS, PROMPTS, ImagePrompt, image_prompts
+from support.image_reference import MAX_MODEL_LEN
 from support.waiting import until
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]

@@ -2,16 +2,11 @@
 
     python -m support.image_prompts MODEL_FOLDER FILE
 
-writes them to FILE as JSON: vLLM's own offline engine, without kvferry and without a prefix cache, processes the images
-and computes the answers. It runs in a process of its own, because its settings are not those of kvferry's engines.
+writes them to FILE as JSON: the reference engine processes the images and computes the answers.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from base64 import b64decode, b64encode
 from dataclasses import dataclass
 from hashlib import sha256
@@ -19,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.engine.base import PromptImage
+from support import image_reference
 
-MAX_MODEL_LEN = 2048
 BLOCK_SIZE = 32
 NUM_TOKENS = 24  # of an answer
 
@@ -47,13 +42,7 @@ class ImagePrompt:
 
 def image_prompts(model_folder: Path, scratch: Path) -> dict[str, ImagePrompt]:
     """Return PROMPTS as vLLM renders and answers them."""
-    file = scratch / "image_prompts.json"
-    command = [sys.executable, "-m", "support.image_prompts", str(model_folder), str(file)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the reference engine failed: {done.stderr[-4000:]}")
-    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    values = image_reference.ask(__name__, model_folder, scratch)
     return {
         name: ImagePrompt(
             value["token_ids"],
@@ -80,23 +69,12 @@ def _images() -> dict[str, Any]:
     }
 
 
-def _write(model_folder: str, file: Path) -> None:
-    from vllm import LLM, SamplingParams
+def _values(engine: Any) -> dict[str, Any]:
+    from vllm import SamplingParams
 
     from bench.tiny_models import IMAGE_TOKEN
     from kvferry.engine.vllm.image_features import encode_features
 
-    llm = LLM(
-        model_folder,
-        dtype="float32",
-        max_model_len=MAX_MODEL_LEN,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=1,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        mm_processor_cache_gb=0,
-        disable_log_stats=True,
-    )
     images, values = _images(), {}
     for name, parts in PROMPTS.items():
         of_prompt = [images[part] for part in parts if part in images]
@@ -104,8 +82,8 @@ def _write(model_folder: str, file: Path) -> None:
         prompt: dict[str, Any] = {"prompt": text}
         if of_prompt:
             prompt["multi_modal_data"] = {"image": of_prompt}
-        (rendered,) = llm.renderer.render_cmpl([prompt])
-        (output,) = llm.generate(
+        (rendered,) = engine.renderer.render_cmpl([prompt])
+        (output,) = engine.generate(
             [prompt], SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True), use_tqdm=False
         )
         values[name] = {
@@ -122,16 +100,8 @@ def _write(model_folder: str, file: Path) -> None:
             else [],
             "answer": list(output.outputs[0].token_ids),
         }
-    file.write_text(json.dumps(values), encoding="utf-8")
+    return values
 
 
 if __name__ == "__main__":
-    os.environ |= {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    _write(sys.argv[1], Path(sys.argv[2]))
+    image_reference.answer(_values, block_size=BLOCK_SIZE)

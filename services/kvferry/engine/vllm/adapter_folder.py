@@ -11,16 +11,16 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from kvferry.config import AdapterConfig, AdaptersConfig
 from kvferry.errors import ConfigError
 from kvferry.model_folder import TOKENIZER_FILES, from_hub
+from kvferry.regular_file import open_regular
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -257,7 +257,7 @@ def _refuse_unserved_files(folder: Path, key: str, model_folder: Path) -> None:
 
 def _vocabulary(file: Path, key: str) -> object:
     try:
-        with _opened(file, key) as opened:
+        with open_regular(file) as opened:
             content = opened.read(_MAX_TOKENIZER_BYTES + 1)
     except FileNotFoundError:
         return None
@@ -276,21 +276,10 @@ def _vocabulary(file: Path, key: str) -> object:
     return {name: value for name, value in values.items() if name not in _NOT_OF_THE_VOCABULARY}
 
 
-@contextmanager
-def _opened(file: Path, key: str) -> Iterator[BinaryIO]:
-    """Raises OSError, and ConfigError for what is no file, as a named pipe or a device without an end."""
-    # Not blocking: opening a named pipe would wait for its writer.
-    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(handle, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            _refuse(key, file, "it is no file")
-        yield opened
-
-
 def _copy(source: Path, target: Path, limit: int, key: str) -> tuple[int, str]:
     digest, size = hashlib.sha256(), 0
     try:
-        with _opened(source, key) as opened, target.open("xb") as copy:
+        with open_regular(source) as opened, target.open("xb") as copy:
             while piece := opened.read(_READ_BYTES):
                 size += len(piece)
                 if size > limit:

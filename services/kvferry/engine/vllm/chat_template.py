@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from pathlib import Path
 from typing import Final, NoReturn
 
 from kvferry.config import ModelConfig
 from kvferry.errors import ConfigError
+from kvferry.regular_file import open_regular
 
 MAX_BYTES: Final = 1 << 20
 KEY: Final = "model.chat_template"
@@ -40,10 +39,7 @@ def read_chat_template(model: ModelConfig) -> str | None:
 
 def _read(file: Path) -> str:
     try:
-        # Not blocking: opening a named pipe would wait for its writer.
-        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-                _refuse(file, "it is no file")
+        with open_regular(file) as opened:
             content = opened.read(MAX_BYTES + 1)
     except OSError as error:
         _refuse(file, error.strerror or "it cannot be read")
