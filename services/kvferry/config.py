@@ -32,7 +32,7 @@ from pydantic import (
 from kvferry import vllm_arguments
 from kvferry.addresses import AUTO, require_loopback
 from kvferry.errors import ConfigError
-from kvferry.plain_yaml import doubled_key
+from kvferry.plain_yaml import SafeLoader, doubled_key
 
 ENV_PREFIX = "KVFERRY__"
 DEFAULT_NAME = "kvferry"
@@ -1118,14 +1118,14 @@ def parse(values: Mapping[str, Any]) -> ClusterConfig:
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
+        content = yaml.load(text, Loader=SafeLoader)
         if (key := doubled_key(text)) is not None:
             raise ConfigError(f"{file}: the key {key[:64]!r} is there twice in one section")
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
-    except ValueError as error:  # bytes that are no UTF-8, a date of no calendar
+    except ValueError as error:  # bytes that are no UTF-8, a number that int() refuses
         raise ConfigError(f"{file}: not YAML: {str(error)[:200]}") from None
     except RecursionError:
         raise ConfigError(f"{file}: it is nested too deeply") from None
@@ -1146,7 +1146,7 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any], *, source: str) -> None
 
 def _put(into: dict[str, Any], path: Sequence[str], text: str, *, source: str) -> None:
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=SafeLoader)
     except (yaml.YAMLError, ValueError, RecursionError):
         value = text
     here = into

@@ -7,8 +7,24 @@ from typing import Any, Final
 
 import yaml
 
+_TIMESTAMP_TAG: Final = "tag:yaml.org,2002:timestamp"
+
+
+class SafeLoader(yaml.SafeLoader):
+    """PyYAML's safe loader with dates as text.
+
+    No setting is a date, a revision may look like one, and lm-format-enforcer, which vLLM imports, changes PyYAML's
+    own loaders to this for the whole process: a file would mean one thing before that import and another after it.
+    """
+
+
 # libyaml's reads thousands of entries ten times as fast; it is missing from some builds of PyYAML.
-_Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    pass
+
+
+for _each in (SafeLoader, _Loader):
+    _each.add_constructor(_TIMESTAMP_TAG, yaml.SafeLoader.construct_yaml_str)  # type: ignore[type-var]
 
 MAX_DEPTH: Final = 16
 MAX_SCALAR_CHARS: Final = 4096
@@ -44,7 +60,7 @@ def load(content: bytes) -> Any:
         # libyaml of PyYAML 6.0.4 has a limit of its own, and reads ahead of the events.
         is_deep = "nesting" in (error.problem or "")
         raise ValueError(f"nested deeper than {MAX_DEPTH}" if is_deep else "not YAML") from None
-    except Exception:  # constructors raise all that int(), float() and datetime raise, with the text in it
+    except Exception:  # constructors raise all that int() and float() raise, with the text in it
         raise ValueError("not YAML") from None
 
 

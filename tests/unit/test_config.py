@@ -172,7 +172,7 @@ def test_a_flag_that_is_no_assignment_is_refused(flag: str) -> None:
 
 
 def test_a_value_that_is_no_yaml_is_a_text() -> None:
-    for value in ("2026-13-45", "[1", "[" * 3000):
+    for value in ("2026-11-25", "2026-13-45", "[1", "[" * 3000, "1" * 5000):
         assert load(environ={}, flags=[f"model.revision={value}"]).model.revision == value
 
 
@@ -186,7 +186,7 @@ def test_a_flag_below_a_value_is_refused() -> None:
     [
         ("- a\n- b\n", "expected a mapping of sections, found list"),
         ("a: [1\n", "not YAML"),
-        ("a: 2026-13-45\n", "not YAML: month must be"),
+        ("a: " + "1" * 5000, "not YAML: Exceeds the limit"),
         ("a: \udcff\n", "not YAML: 'utf-8' codec"),
         ("a: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
         ("engine: &a\n  args: *a\n", "a section contains itself"),

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvferry import plain_yaml
 
@@ -18,12 +19,22 @@ def test_plain_values_are_loaded() -> None:
     assert plain_yaml.load(b"") is None
 
 
+def test_dates_are_text_before_and_after_a_library_changes_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a: [2027-02-03, 2027-02-30, 2027-02-03T00:00:00Z]"
+    dates = {"a": ["2027-02-03", "2027-02-30", "2027-02-03T00:00:00Z"]}
+    assert plain_yaml.load(text.encode()) == yaml.load(text, Loader=plain_yaml.SafeLoader) == dates
+    # As lm-format-enforcer does when vLLM imports it.
+    changed = {**yaml.SafeLoader.yaml_constructors, plain_yaml._TIMESTAMP_TAG: yaml.SafeLoader.construct_yaml_null}
+    for loader in (yaml.SafeLoader, yaml.CSafeLoader):
+        monkeypatch.setattr(loader, "yaml_constructors", changed)
+    assert plain_yaml.load(text.encode()) == yaml.load(text, Loader=plain_yaml.SafeLoader) == dates
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"{", "not YAML"),
         (b"\xff", "not YAML"),
-        (b"secret: 2027-02-30", "not YAML"),
         (b"secret: 0b_", "not YAML"),
         (b"secret: !!int ''", "not YAML"),
         (b"[a]: {[b]: c}", "not YAML"),

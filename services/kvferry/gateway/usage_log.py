@@ -52,6 +52,7 @@ class UsageLog:
         self._waiting: deque[UsageRecord] = deque()
         self._part = 0  # of today's files
         self._task: asyncio.Task[None] | None = None
+        self._flushing: asyncio.Task[None] | None = None  # the last one that `_task` began
         self._warned_s = -WARN_EVERY_S
 
     def __repr__(self) -> str:
@@ -64,6 +65,8 @@ class UsageLog:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._flushing is not None:
+            await self._flushing
         await self._flush()
 
     def add(self, record: UsageRecord) -> None:
@@ -75,9 +78,9 @@ class UsageLog:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
-            with contextlib.suppress(asyncio.CancelledError):
-                # A cancelled flush would not know what was written.
-                await asyncio.shield(self._flush())
+            # A flush that is cancelled would not know what was written: close() waits for it.
+            self._flushing = asyncio.create_task(self._flush())
+            await asyncio.shield(self._flushing)
 
     async def _flush(self) -> None:
         if not self._waiting:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,28 @@ async def test_records_are_in_a_private_file_of_the_day_and_the_gateway(tmp_path
     assert folder.stat().st_mode & 0o777 == 0o700
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in folder.iterdir())
     assert list(read(folder, refuse)) == [record(), record("beta"), record("beta")]
+
+
+async def test_closing_waits_for_a_flush_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, free = threading.Event(), threading.Event()
+
+    class SlowDrive(UsageLog):
+        def _write(self, records: list[UsageRecord]) -> None:
+            begun.set()
+            free.wait(30)
+            super()._write(records)
+
+    monkeypatch.setattr(usage_log, "FLUSH_S", 0.0)
+    log = SlowDrive(tmp_path / "usage", "gateway-1", clock=lambda: 0.0)
+    log.add(record())
+    log.start()
+    assert await asyncio.to_thread(begun.wait, 30)
+    log.add(record("beta"))
+    closing = asyncio.create_task(log.close())
+    await asyncio.sleep(0)
+    free.set()
+    await asyncio.wait_for(closing, 30)
+    assert list(read(tmp_path / "usage", refuse)) == [record(), record("beta")]
 
 
 async def test_a_large_file_is_followed_by_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
