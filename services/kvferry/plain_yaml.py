@@ -11,11 +11,10 @@ _TIMESTAMP_TAG: Final = "tag:yaml.org,2002:timestamp"
 
 
 class SafeLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with dates as text.
+    """PyYAML's safe loader with dates as text."""
 
-    No setting is a date, a revision may look like one, and lm-format-enforcer, which vLLM imports, changes PyYAML's
-    own loaders to this for the whole process: a file would mean one thing before that import and another after it.
-    """
+    # lm-format-enforcer, which vLLM imports, changes PyYAML's own loaders to this for the whole process: a file would
+    # mean one thing before that import and another after it.
 
 
 # libyaml's reads thousands of entries ten times as fast; it is missing from some builds of PyYAML.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import click
 import msgspec
@@ -439,7 +439,8 @@ def read_wanted(source: Path) -> list[TenantRecord]:
 class _WantedKey(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     sha256: str
-    expires: datetime | None = None
+    # A time without a zone would be this machine's.
+    expires: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
     operator: bool = False
     group: str = ""
 

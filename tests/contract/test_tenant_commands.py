@@ -149,7 +149,8 @@ def test_a_file_is_applied_after_a_look(run: Run, tmp_path: Path) -> None:
         ("[" * 200_000, "nested deeper than 16"),
         (b"- {name: \xff}", "not YAML"),
         ("- &a {name: acme}\n- *a", "alias"),
-        (f"- {{name: a, keys: [{{name: k, sha256: '{'0' * 64}', expires: 2027-02-30}}]}}", "not YAML"),
+        (f"- {{name: a, keys: [{{name: k, sha256: '{'0' * 64}', expires: 2027-02-30}}]}}", "RFC3339"),
+        (f"- {{name: a, keys: [{{name: k, sha256: '{'0' * 64}', expires: 2027-02-03T04:05:06}}]}}", "timezone"),
         (f"- {{name: a, keys: [{{name: k, sha256: '{'0' * 64}'}}, {{name: l, sha256: '{'0' * 64}'}}]}}", "one key"),
     ],
 )

@@ -529,8 +529,7 @@ class Engine(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class RenderedPrompt:
+class RenderedPrompt(msgspec.Struct, frozen=True):
     """`text` is set for a completion prompt given as text."""
 
     token_ids: Sequence[int]

@@ -347,7 +347,6 @@ class Admission:
     def begin(self) -> None:
         self.num_in_flight += 1
         self.idle.clear()
-        self._metrics.requests_in_flight.inc()
 
     def end(self, counted: CountedRequest) -> None:
         counted.claim.release()
@@ -358,7 +357,6 @@ class Admission:
         if not self.num_in_flight:
             self.idle.set()
         endpoint, seconds = counted.endpoint, time.perf_counter() - counted.begun_s
-        self._metrics.requests_in_flight.dec()
         self._metrics.requests(endpoint, counted.status).inc()
         self._metrics.request_seconds[endpoint].observe(seconds)
         has_failed = counted.error is not None

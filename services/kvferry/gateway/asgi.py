@@ -41,7 +41,7 @@ from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_heade
 from kvferry.gateway.stream_writer import StreamWriter, keep_alive, open_stream_writer
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
 from kvferry.gateway.unread_answers import Connection, UnreadAnswers
-from kvferry.gateway.uvicorn_connection import Exchange, exchange_of
+from kvferry.gateway.uvicorn_connection import Exchange, drop_exchange, exchange_of
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +162,8 @@ class HttpApp:
                 await _respond_error(send, NotReady("this gateway is stopping"))
             else:
                 exchange.abort()
+        finally:
+            drop_exchange(scope)
 
     def _listed(self, tenant: Tenant) -> list[dict[str, Any]]:
         contexts, adapters = self._models.of(tenant), self._adapters.of(tenant)
@@ -308,7 +310,7 @@ class HttpApp:
                 if not answer.streamed:
                     body = await answer.whole()
                     if exchange is not None:
-                        await exchange.respond(200, _with_length(body, [_JSON, *named]), body)
+                        await exchange.respond([_JSON, *named], body)
                     else:
                         await _respond(send, 200, body, [_JSON, *named])
                     return

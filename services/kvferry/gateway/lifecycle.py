@@ -209,7 +209,7 @@ class GatewayHost:
             read_num_queued=lambda: self._dispatcher.num_queued,
             read_span_counts=self._span_counts,
             read_grammar_outcomes=lambda: self._models.grammar_outcomes(),
-            read_admitted=lambda: self.admission.in_flight,
+            read_admitted=lambda: (self.admission.num_in_flight, *self.admission.in_flight),
             read_num_unread_bytes=lambda: self.app.unread_answers.num_bytes,
             read_num_image_bytes=lambda: self.admission.num_image_bytes,
         )

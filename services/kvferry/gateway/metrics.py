@@ -96,17 +96,16 @@ class GatewayMetrics(RouterMetrics):
         read_num_queued: Callable[[], int] = lambda: 0,
         read_span_counts: Callable[[], SpanCounts] = SpanCounts,
         read_grammar_outcomes: Callable[[], Mapping[str, int]] = dict,
-        read_admitted: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
+        read_admitted: Callable[[], tuple[int, int, int, int]] = lambda: (0, 0, 0, 0),
         read_num_unread_bytes: Callable[[], int] = lambda: 0,
         read_num_image_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`read_admitted` returns the choices, prompt tokens and body bytes in flight."""
+        """`read_admitted` returns the requests, choices, prompt tokens and body bytes in flight."""
         self.exposition = exposition = Exposition(Exporter.GATEWAY)
         super().__init__(exposition)
         requests = exposition.counter(REQUESTS)
         self.refused = exposition.counter(REQUESTS_REFUSED)
         self.cancelled = exposition.counter(REQUESTS_CANCELLED)
-        self.requests_in_flight = exposition.gauge(REQUESTS_IN_FLIGHT)
         request_seconds = exposition.histogram(REQUEST_SECONDS)
         # Looking a series up costs more than counting.
         self.requests = functools.lru_cache(256)(lambda endpoint, status: requests.labels(endpoint, status))
@@ -119,7 +118,7 @@ class GatewayMetrics(RouterMetrics):
         self.slow_clients = exposition.counter(SLOW_CLIENTS)
         exposition.read((QUEUED_REQUESTS,), lambda: [Reading(QUEUED_REQUESTS, (), float(read_num_queued()))])
         exposition.read((READY,), lambda: [Reading(READY, (), float(is_ready()))])
-        admitted = (CHOICES_IN_FLIGHT, PROMPT_TOKENS_IN_FLIGHT, BODY_BYTES_IN_FLIGHT)
+        admitted = (REQUESTS_IN_FLIGHT, CHOICES_IN_FLIGHT, PROMPT_TOKENS_IN_FLIGHT, BODY_BYTES_IN_FLIGHT)
         exposition.read(admitted, lambda: map(Reading, admitted, itertools.repeat(()), read_admitted()))
         exposition.read((UNREAD_ANSWER_BYTES,), lambda: [Reading(UNREAD_ANSWER_BYTES, (), read_num_unread_bytes())])
         exposition.read((IMAGE_BYTES_IN_FLIGHT,), lambda: [Reading(IMAGE_BYTES_IN_FLIGHT, (), read_num_image_bytes())])

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from kvferry.config import DEFAULT_POOL, ClusterConfig, entry_of
 from kvferry.engine.base import RenderedPrompt, Renderer
 from kvferry.errors import InvalidRequest, KvferryError, ModelNotFound, NoDecodeWorker, NotReady
@@ -84,8 +86,7 @@ class GatewayModel:
                 closing.spawn(self.renderer.close())
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """Where a request goes. `asked` is the label of the model whose name it says."""
 
     model: GatewayModel

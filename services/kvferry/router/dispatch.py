@@ -316,7 +316,7 @@ class _RequestRun:
                     self._router.losses.note_blamed(worker, self._placer.digest, losses)
                 if losses.is_suspect:
                     self._router.losses.blame(self._placer.digest, losses, now_s)
-            self._record.lost_workers.append(worker)
+            self._record.lost_workers = (*self._record.lost_workers, worker)
             if losses.are_too_many:
                 lost = ", ".join(losses.workers)
                 raise Quarantined(

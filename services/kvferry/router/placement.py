@@ -6,6 +6,8 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvferry.engine.base import EngineStats, RequestId, Turn
 from kvferry.membership.base import Member, MemberId
 from kvferry.pages.exchange import difference, sorted_fields
@@ -42,8 +44,7 @@ class Candidate:
         object.__setattr__(self, "member_id", self.member.member_id)
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
+class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """`keys` are the route keys of the prompt's full pages of `block_size` tokens."""
 
     request_id: RequestId
@@ -55,8 +56,8 @@ class PlacementRequest:
     adapter: str = ""  # of EngineInfo.adapters; empty: the model itself
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+# One is kept for every request, to be explained: none is work for the garbage collector.
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """`prefill` is None when the decode worker computes the prompt (aggregated)."""
 
     prefill: MemberId | None

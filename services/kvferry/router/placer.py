@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeVar
+
+import msgspec
 
 from kvferry.engine.base import RequestId
 from kvferry.membership.base import MemberId
@@ -38,8 +39,7 @@ _group: Callable[[PrefillQuote | DecodeQuote], int] = attrgetter("worker.group")
 _AnyQuote = TypeVar("_AnyQuote", bound=Quote)
 
 
-@dataclass(frozen=True, slots=True)
-class _Quotes:
+class _Quotes(msgspec.Struct, frozen=True, gc=False):
     prefill: PrefillQuote | None
     decode: DecodeQuote
     cheapest_prefill: Sequence[PrefillQuote]
@@ -60,14 +60,13 @@ class _Quotes:
         return prices if aggregated == chosen else [*prices, self.price_of(*aggregated)]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision(Placement):
+class Decision(Placement, frozen=True, gc=False):
     missing_tokens: int  # to be computed, by `prefill` or, when aggregated, by `decode`
     queue_tokens: int  # to be computed before them there
     lacking_pages: int  # to transfer; 0 when aggregated
     expected_ttft_ms: float
     load: VolumeLoad  # of the worker that computes the prompt
-    _quotes: _Quotes = field(repr=False, compare=False)
+    _quotes: _Quotes
 
     @property
     def price(self) -> Price:
@@ -158,8 +157,9 @@ class Placer:
         quotes = _Quotes(
             chosen_prefill,
             chosen,
-            by_prefill[:_NUM_RUNNERS_UP],
-            by_decode[:_NUM_RUNNERS_UP],
+            # Not lists: the empty tuple is no work for the garbage collector, and this is kept for `explain`.
+            tuple(by_prefill[:_NUM_RUNNERS_UP]),
+            tuple(by_decode[:_NUM_RUNNERS_UP]),
             aggregated,
             request.block_size,
             self.cost_defaults.work_weight,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
+
+import msgspec
 
 from kvferry.engine.base import EngineDurations, RequestId
 from kvferry.membership.base import MemberId
@@ -16,8 +18,7 @@ from kvferry.router.pricing import Price, VolumeCosts
 from kvferry.router.rates import CostDefaults
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True, gc=False):
     """One attempt on its decode worker. Times in ms.
 
     Where the engine measured its own time, `durations` say it; the gateway's times hold queues and other requests too.

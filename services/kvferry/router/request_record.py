@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
+import msgspec
 from msgspec import structs
 
 from kvferry.engine.base import NO_SOURCES, CachedTokens, EngineOutput, PromptSources
@@ -16,8 +17,7 @@ from kvferry.tracing import Span
 MAX_PLACEMENTS = 8  # kept per request
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct):
     """Filled in as the request goes; complete when its outputs ended."""
 
     request_id: str = ""
@@ -34,13 +34,12 @@ class RequestRecord:
     cached: CachedTokens | None = None  # in the decode worker's tiers, and transferred to it; None: it did not say
     transferred_pages: int = 0
     transferred_bytes: int = 0
-    lost_workers: list[MemberId] = field(default_factory=list)  # whose engine or link was lost under the request
+    lost_workers: Sequence[MemberId] = ()  # whose engine or link was lost under the request
     error_code: str = ""  # of the error that ended it, if one did
-    continued_after: list[int] = field(
-        default_factory=list
-    )  # tokens given when a decode worker was lost, or preempted it
+    # Tokens given when a decode worker was lost, or preempted it. Choices have the same list.
+    continued_after: list[int] = msgspec.field(default_factory=list)
     num_preemptions: int = 0
-    placements: list[Placement] = field(default_factory=list)  # every decision about it, the last few
+    placements: Sequence[Placement] = ()  # every decision about it, the last few
     trace: Span | None = None  # of the whole request, where it is traced: what is done for it are its children
 
     @property
@@ -52,7 +51,7 @@ class RequestRecord:
         return max(0, self.sources.total - computed)
 
     def note_placement(self, placement: Placement, took_ns: int) -> None:
-        self.placements = [*self.placements[-(MAX_PLACEMENTS - 1) :], placement]
+        self.placements = (*self.placements[-(MAX_PLACEMENTS - 1) :], placement)
         if self.trace is None:
             return
         now_ns = time.time_ns()

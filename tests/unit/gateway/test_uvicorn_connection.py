@@ -63,7 +63,7 @@ def test_what_is_overridden_and_read_is_there() -> None:
     assert source.count("await ") == 1
     assert "if self.flow.write_paused and not self.disconnected:\n            await self.flow.drain()" in source
     assert r'b"%x\r\n" % len(body), body, b"\r\n"' in source  # as Exchange.write frames a piece
-    # One write of the head, then one of the body: `_HeadBuffer` joins them, and stands for nothing else but `close`.
+    # One write of the head, which `_HeadBuffer` keeps, then one of the body.
     assert source.count("self.transport.write(") == 3
     assert set(re.findall(r"self\.transport\.(\w+)", source)) == {"write", "close"}
     assert "self.flow.resume_reading()" in inspect.getsource(
@@ -114,7 +114,7 @@ async def test_a_whole_answer_goes_out_in_one_write_and_ends_as_uvicorn_ends_it(
         exchange = exchange_of(scope)
         assert exchange is not None
         bodies.append(exchange.whole_body())
-        await exchange.respond(200, [(b"content-length", b"3")], b"one")
+        await exchange.respond([], b"one")
 
     async with serving(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -128,6 +128,34 @@ async def test_a_whole_answer_goes_out_in_one_write_and_ends_as_uvicorn_ends_it(
     assert closed == b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\nconnection: close\r\n\r\none"
 
 
+@pytest.mark.parametrize("size", [0, 3, 1 << 20])
+async def test_a_whole_answer_is_byte_for_byte_that_of_uvicorn(size: int) -> None:
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", b"cmpl-1")]
+    body = b"x" * size
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        exchange = exchange_of(scope)
+        assert exchange is not None
+        exchange._cycle.default_headers = [(b"date", b"today"), (b"server", b"uvicorn")]
+        if scope["path"] == "/own":
+            await exchange.respond(headers, body)
+        else:
+            length = (b"content-length", str(size).encode())
+            await send({"type": "http.response.start", "status": 200, "headers": [*headers, length]})
+            await send({"type": "http.response.body", "body": body})
+
+    answers = []
+    async with serving(app) as port:
+        for path in ("/own", "/uvicorn"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for last in ("", "connection: close\r\n"):
+                writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\n{last}content-length: 0\r\n\r\n".encode())
+            answers.append(await reader.read())
+            writer.close()
+    assert answers[0] == answers[1]
+    assert answers[0].count(b"server: uvicorn\r\n") == 2
+
+
 async def test_a_body_on_its_way_or_promised_an_interim_answer_is_left_to_receive() -> None:
     taken: list[bytes | None] = []
 
@@ -138,7 +166,7 @@ async def test_a_body_on_its_way_or_promised_an_interim_answer_is_left_to_receiv
         body = b""
         while len(body) < 4:
             body += (await receive())["body"]
-        await exchange.respond(200, [(b"content-length", b"4")], body)
+        await exchange.respond([], body)
 
     async with serving(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 import pytest
+from msgspec import structs
 
 from kvferry.engine.base import Backlogs, EngineStats, RequestId, Turn
 from kvferry.membership.base import MemberId
@@ -230,7 +231,7 @@ def test_workers_that_have_loaded_the_adapter_are_cheaper_until_they_are_busy() 
     prefill = [candidate("p0", other), candidate("p1", having)]
     decode = [candidate("d0", other), candidate("d1", having)]
     plain = fresh_request(4096)
-    request = dataclasses.replace(plain, adapter="sql@00")
+    request = structs.replace(plain, adapter="sql@00")
     chosen = [placed(Placer(ResidencyIndex(), seed=seed), request, prefill, decode) for seed in range(20)]
     assert {(decision.prefill, decision.decode) for decision in chosen} == {("p1", "d1")}
     chosen = [placed(Placer(ResidencyIndex(), seed=seed), plain, prefill, decode) for seed in range(20)]
@@ -276,7 +277,7 @@ def test_the_wait_is_that_of_the_fair_queue_and_of_what_the_report_does_not_know
 
 
 def with_turn(request: PlacementRequest, tenant: str, share: float) -> PlacementRequest:
-    return dataclasses.replace(request, turn=Turn(tenant, share))
+    return structs.replace(request, turn=Turn(tenant, share))
 
 
 # --- prices

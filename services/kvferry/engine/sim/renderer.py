@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from msgspec import structs
 
 from kvferry.engine.base import ChatImage, RenderedPrompt, Sampling
 from kvferry.engine.sim.parsing import check_name, parse_of
@@ -84,7 +85,7 @@ class SimRenderer:
         elif top_logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         rendered = self._rendered(body, token_ids, max_tokens, max_tokens_param=name, logprobs=logprobs)
-        return dataclasses.replace(rendered, parse=parse_of(body, self._tool_parser, self._reasoning_parser))
+        return structs.replace(rendered, parse=parse_of(body, self._tool_parser, self._reasoning_parser))
 
     async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
         max_tokens = _integer(body, "max_tokens", 1, math.inf)

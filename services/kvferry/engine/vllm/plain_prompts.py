@@ -11,7 +11,6 @@ import json
 import logging
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -40,8 +39,7 @@ _NUM_KEPT_SAMPLINGS = 512
 CHARS_PER_PART = 50  # that a message, or a part of one, takes as long as, besides its own
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
+class Rendered(msgspec.Struct, frozen=True):
     """`sampling.max_tokens` is vLLM's default, or 0 for a prompt that does not fit the context."""
 
     token_ids: Sequence[int]

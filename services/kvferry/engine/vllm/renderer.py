@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import dataclasses
 import functools
 import gc
 import json
@@ -153,7 +152,7 @@ class VllmRenderer:
         elif self._plain is not None and self._plain.takes_chat(body):
             rendered = await self._at_once_if_short(self._plain.chat, body, sum(map(cost_in_chars, body["messages"])))
             if rendered is not None and self._plain_parse is not None:
-                rendered = dataclasses.replace(rendered, parse=self._plain_parse)
+                rendered = structs.replace(rendered, parse=self._plain_parse)
         if rendered is None:
             await self._check_asked_grammar(body)
             rendered = await self._loop.run(self._vllm.chat(body))

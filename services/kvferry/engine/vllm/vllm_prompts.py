@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
 from pydantic import ValidationError
 
 from kvferry.config import ModelConfig
@@ -74,7 +74,7 @@ class VllmPrompts:
         # Engines use it only with a grammar.
         reasoning_ended = request.reasoning_ended if rendered.sampling.structured_outputs else None
         parse = parse_of(body, self._model, chat_template_kwargs, reasoning_ended=reasoning_ended)
-        return dataclasses.replace(rendered, parse=parse)
+        return structs.replace(rendered, parse=parse)
 
     async def completions(self, body: Mapping[str, Any]) -> Sequence[Rendered]:
         """Raises InvalidRequest and ContextLengthExceeded."""
