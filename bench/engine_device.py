@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from kvferry.config import EngineConfig, ModelConfig
+if TYPE_CHECKING:  # the names of gpu-check's parts are read where nothing is installed
+    from kvferry.config import EngineConfig, ModelConfig
 
 Role = Literal["prefill", "decode"]
 
@@ -44,11 +45,15 @@ def on_gpu() -> bool:
 
 def engine_config(role: Role, **settings: Any) -> EngineConfig:
     """Return a test's settings of one engine on the device. Raises ValueError for variables that cannot be used."""
+    from kvferry.config import EngineConfig
+
     return EngineConfig(**_joined(_OF_GPU if on_gpu() else _OF_CPU, settings, _of(ENGINE), _of(OF_ROLE[role])))
 
 
 def model_config(**settings: Any) -> ModelConfig:
     """As `engine_config`."""
+    from kvferry.config import ModelConfig
+
     return ModelConfig(**_joined({"dtype": "float32"} if on_gpu() else {}, settings, _of(MODEL)))
 
 

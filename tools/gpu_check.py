@@ -19,6 +19,7 @@ NEEDS_NO_DEVICE = frozenset({"--dry-run", "--list", "-h", "--help"})
 
 sys.path[:0] = [str(ROOT)]
 
+from bench.gpu_check.__main__ import read_arguments  # noqa: E402
 from bench.gpu_check.gpus import NoGpu, gpus_here  # noqa: E402
 
 
@@ -27,6 +28,7 @@ def main(arguments: list[str]) -> int:
     module = ["-m", "bench.gpu_check"]
     if NEEDS_NO_DEVICE & set(arguments):
         return _become(_first_python(), [*module, *arguments])
+    read_arguments(arguments)  # before an environment is made for them
     try:
         found = gpus_here()
     except NoGpu as error:

@@ -5,7 +5,8 @@
     make gpu-check ARGS=--list                      their names
     make gpu-check ARGS=--dry-run                   each part's dry run, on any machine
 
-Exit code 0 if nothing failed, 1 if something did, 2 for arguments that are wrong, 3 without a GPU.
+Exit code 0 if parts passed and none failed, 1 if one failed, 2 for wrong arguments, 3 without a GPU, 4 if all were
+skipped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -82,10 +84,17 @@ def _run(parts: list[Part], out: Path, limit_s: float) -> int:
     finally:
         if outcomes:
             _say(f"report: {out / 'report.md'}, {out / 'report.json'}")
-    return 1 if any(outcome.status in ("failed", "timed out") for outcome in outcomes) else 0
+    seen = {outcome.status for outcome in outcomes}
+    if seen & {"failed", "timed out"}:
+        return 1
+    if "passed" not in seen:
+        _say("every part was skipped: nothing was shown")
+        return 4
+    return 0
 
 
-def main(arguments: list[str] | None = None) -> int:
+def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Exits with 2 where they are wrong."""
     parser = argparse.ArgumentParser(
         prog="make gpu-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -97,7 +106,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=TOTAL_LIMIT_S, metavar="S", help="seconds of all parts (default: %(default)s)"
     )
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = read_arguments(arguments)
     parts = [part for part in PARTS if not options.only or part.name in options.only]
     if options.list:
         for part in parts:

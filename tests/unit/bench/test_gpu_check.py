@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.gpu_check import __main__ as checking
 from bench.gpu_check import report, runner
 from bench.gpu_check.gpus import Gpu, NoGpu, parse
 from bench.gpu_check.parts import PARTS, TOTAL_LIMIT_S, Part, why_skipped
@@ -101,6 +102,27 @@ def test_parts_are_listed_without_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == [each.name for each in PARTS]
     assert run_tool(tmp_path, "--list", "--only", "no-such-part").returncode == 2
+
+
+def test_arguments_are_read_before_anything_is_looked_for_or_installed(tmp_path: Path) -> None:
+    done = run_tool(tmp_path, "--only", "no-such-part")
+    assert done.returncode == 2
+    assert "no-such-part" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "status", "expected"),
+    [("print('{\"a\": 1}')", "", "passed", 0), ("exit(1)", "", "failed", 1), ("", "it needs 2 GPUs", "skipped", 4)],
+)
+def test_the_exit_code_says_whether_anything_was_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str, status: str, expected: int
+) -> None:
+    gpu = Gpu(name="A100", memory_mib=81_559, capability=80, driver="580.1")
+    monkeypatch.setattr(checking, "gpus_here", lambda: [gpu])
+    monkeypatch.setattr(checking, "why_skipped", lambda *_: reason)
+    assert checking._run([part("only", code)], tmp_path, 600.0) == expected
+    values = json.loads((tmp_path / "report.json").read_text())
+    assert [each["status"] for each in values["parts"] if each["name"] == "only"] == [status]
 
 
 @pytest.mark.parametrize(
