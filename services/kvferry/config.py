@@ -894,6 +894,20 @@ class ClusterConfig(_Section):
         return self
 
     @model_validator(mode="after")
+    def _ranks_have_gpus(self) -> ClusterConfig:
+        if self.engine.kind != "vllm" or self.engine.device != "gpu":
+            return self
+        for pool, name in itertools.product(("", *self.pools), ROLES):
+            num_gpus, ranks = self.role_of(name, pool).num_gpus, self.engine_of(name, pool).tensor_parallel_size
+            # 0: Ray gives none, or by `resources`, or there is no Ray.
+            if 0 < num_gpus < ranks and ranks > 1:
+                raise ValueError(
+                    f"{f'pools.{pool}.' if pool else ''}{name}.num_gpus: {num_gpus:g} are too few for "
+                    f"tensor_parallel_size {ranks}: each rank has a GPU of its own"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _ranks_of_roles_fit(self) -> ClusterConfig:
         for pool in ("", *self.pools):
             prefill, decode = (self.engine_of(role, pool).tensor_parallel_size for role in ROLES)

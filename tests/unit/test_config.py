@@ -357,6 +357,20 @@ def test_roles_may_have_other_tensor_parallel_sizes_that_fit() -> None:
         parse({"pools": {"p": ranks(4, 3)}})
 
 
+def test_each_rank_has_a_gpu_where_ray_counts_them() -> None:
+    role = {"num_gpus": 1, "engine": {"tensor_parallel_size": 2}}
+    gpu: dict[str, Any] = {"kind": "vllm", "device": "gpu"}
+    with pytest.raises(ConfigError, match=r"decode\.num_gpus: 1 are too few for tensor_parallel_size 2"):
+        parse({"engine": gpu, "decode": role})
+    with pytest.raises(ConfigError, match=r"pools\.p\.prefill\.num_gpus: 1\.5 are too few"):
+        parse({"engine": gpu | {"tensor_parallel_size": 2}, "pools": {"p": {"prefill": {"num_gpus": 1.5}}}})
+    for enough in (0, 2, 4):
+        assert parse({"engine": gpu, "decode": role | {"num_gpus": enough}}).decode.num_gpus == enough
+    shared = parse({"engine": gpu, "prefill": {"num_gpus": 0.5}, "decode": {"num_gpus": 0.5}})
+    assert shared.decode.num_gpus == 0.5
+    assert parse({"engine": gpu | {"device": "cpu"}, "decode": role}).decode.num_gpus == 1
+
+
 def test_volumes_need_equal_tensor_parallel_sizes() -> None:
     volumes = {"tier": {"enabled": True, "volumes": [{"path": "/v", "capacity_gib": 1}]}}
     with pytest.raises(ConfigError, match=r"must be equal with tier\.volumes"):
