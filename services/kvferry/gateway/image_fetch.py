@@ -7,6 +7,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
@@ -163,6 +164,8 @@ class ImageFetcher:
                 verify=httpx.create_ssl_context(),
                 trust_env=False,  # a proxy would resolve the name again
                 follow_redirects=False,
+                # A host's cookies would go with others' requests to all hosts at its address, and would pile up.
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
                 timeout=self._config.fetch_timeout_s,
                 limits=httpx.Limits(max_connections=self._config.max_fetches, max_keepalive_connections=0),
             )

@@ -195,6 +195,17 @@ async def test_other_answers_are_refused_without_their_text(answer: bytes, reaso
     assert "secret" not in text
 
 
+async def test_cookies_are_neither_kept_nor_sent() -> None:
+    answer = ok(FILE, "set-cookie: session=of-another-tenant; path=/; max-age=9999")
+    async with host(answer) as one:
+        names = {"allowed_hosts": (f"images.example:{one.port}", f"other.example:{one.port}")}
+        async with fetcher(one.port, **names) as images:
+            for name in ("images.example", "images.example", "other.example"):
+                assert await images.fetch([(f"http://{name}:{one.port}/", WHERE)]) == [FILE]
+    assert len(one.asked) == 3
+    assert "cookie" not in "".join(one.asked).lower()
+
+
 async def test_an_image_of_the_largest_size_is_taken() -> None:
     async with host(ok(b"x" * 4096)) as one, fetcher(one.port, max_bytes=4096) as images:
         assert await images.fetch([(f"http://images.example:{one.port}/", WHERE)]) == [b"x" * 4096]
