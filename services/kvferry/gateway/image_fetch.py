@@ -78,7 +78,8 @@ class ImageFetcher:
             target = httpx.URL(url)
         except (httpx.InvalidURL, ValueError):
             raise _refused(where, "not a valid URL") from None
-        if target.scheme not in _PORTS or not target.host:
+        # Never its `host`, which decodes a name in punycode and raises for one that is none.
+        if target.scheme not in _PORTS or not target.raw_host:
             raise _refused(where, "not a valid http or https URL")
         if target.userinfo:
             raise _refused(where, "a URL with a user name or a password is not allowed")

@@ -131,6 +131,7 @@ async def test_only_allowed_hosts_are_asked(allowed: str, url: str, is_allowed: 
         ("ftp://images.example/a.png", "not a valid http or https URL"),
         ("https://images.example/" + "a" * MAX_URL_CHARS, f"at most {MAX_URL_CHARS}"),
         ("https://ex\x00ample/", "not a valid"),
+        ("https://xn--a/", "images of 'xn--a' are not allowed here"),
     ],
 )
 async def test_urls_that_say_something_else_are_refused(url: str, reason: str) -> None:
