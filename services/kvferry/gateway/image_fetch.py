@@ -215,6 +215,8 @@ def is_public(address: Address) -> bool:
             carried = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if carried is not None:
             return is_public(carried)
+        if address.is_site_local:  # private networks of before 2004; `is_global` takes them for public
+            return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
