@@ -105,8 +105,8 @@ class ForkServer:
     def run(self) -> None:
         """Serve until the other end closes or is lost."""
         self._selector.register(self._connection, selectors.EVENT_READ)
-        self._connection.sendall(frame(Answered(READY, Verdict(Outcome.OK))))
         try:
+            self._connection.sendall(frame(Answered(READY, Verdict(Outcome.OK))))
             while True:
                 for key, _ in self._selector.select(self._wait_s()):
                     if key.fileobj is self._connection:

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
@@ -77,7 +78,8 @@ class ImageFetcher:
             target = httpx.URL(url)
         except (httpx.InvalidURL, ValueError):
             raise _refused(where, "not a valid URL") from None
-        if target.scheme not in _PORTS or not target.host:
+        # Never its `host`, which decodes a name in punycode and raises for one that is none.
+        if target.scheme not in _PORTS or not target.raw_host:
             raise _refused(where, "not a valid http or https URL")
         if target.userinfo:
             raise _refused(where, "a URL with a user name or a password is not allowed")
@@ -163,6 +165,8 @@ class ImageFetcher:
                 verify=httpx.create_ssl_context(),
                 trust_env=False,  # a proxy would resolve the name again
                 follow_redirects=False,
+                # A host's cookies would go with others' requests to all hosts at its address, and would pile up.
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
                 timeout=self._config.fetch_timeout_s,
                 limits=httpx.Limits(max_connections=self._config.max_fetches, max_keepalive_connections=0),
             )
@@ -211,6 +215,8 @@ def is_public(address: Address) -> bool:
             carried = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if carried is not None:
             return is_public(carried)
+        if address.is_site_local:  # private networks of before 2004; `is_global` takes them for public
+            return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 

@@ -40,9 +40,13 @@ def vllm_request(token_ids: list[int], images: list[ImageSpan], salt: str) -> An
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
+    from kvferry.engine.vllm.image_models import image_identifier
+
     init_none_hash(sha256_cbor)
     features = [
-        MultiModalFeatureSpec(None, "image", image.digest, PlaceholderRange(image.offset, image.num_tokens))
+        MultiModalFeatureSpec(
+            None, "image", image_identifier(image.digest, salt), PlaceholderRange(image.offset, image.num_tokens)
+        )
         for image in images
     ]
     return Request(
@@ -103,3 +107,19 @@ def test_events_name_the_images_of_each_page(adapter: str | None) -> None:
         assert isinstance(event, PagesStored)
         assert event.images == page_images(images, BLOCK_SIZE, num_pages)
         assert event.cache_salt == (salt or None)
+
+
+def test_outputs_of_the_encoder_are_kept_for_requests_of_the_same_salt() -> None:
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    def asked(salt: str) -> Any:
+        return vllm_request([7, 9, 9, 7], [ImageSpan("a", 1, 2)], salt)
+
+    manager = EncoderCacheManager(100)
+    first = asked("one tenant's")
+    assert not manager.check_and_update_cache(first, 0)
+    manager.allocate(first, 0)
+    manager.free(first)
+    assert not manager.check_and_update_cache(asked("another's"), 0)
+    assert not manager.check_and_update_cache(asked(""), 0)
+    assert manager.check_and_update_cache(asked("one tenant's"), 0)

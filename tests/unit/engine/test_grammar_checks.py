@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from kvferry.engine import fork_process, grammar_checks
 from kvferry.engine.fork_process import environment_of_process
-from kvferry.engine.forks import ForkLimits
+from kvferry.engine.forks import ForkLimits, ForkServer
 from kvferry.engine.grammar_checks import MAX_SPEC_BYTES, MAX_WAITING, STACK_BYTES, GrammarChecks
 from kvferry.errors import InvalidRequest, NotReady, Overloaded
 from support.waiting import until
@@ -166,3 +167,12 @@ async def test_forks_and_process_end_with_the_one_that_asks(checks: GrammarCheck
     await until(lambda: process.status() == psutil.STATUS_ZOMBIE)
     with pytest.raises(NotReady):
         await held
+
+
+def test_a_process_whose_other_end_left_while_it_started_ends_quietly() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs:
+        server = ForkServer(theirs, bytes, LIMITS)
+        server.run()
+    assert repr(server) == "<ForkServer 0 forks>"

@@ -131,6 +131,7 @@ async def test_only_allowed_hosts_are_asked(allowed: str, url: str, is_allowed: 
         ("ftp://images.example/a.png", "not a valid http or https URL"),
         ("https://images.example/" + "a" * MAX_URL_CHARS, f"at most {MAX_URL_CHARS}"),
         ("https://ex\x00ample/", "not a valid"),
+        ("https://xn--a/", "images of 'xn--a' are not allowed here"),
     ],
 )
 async def test_urls_that_say_something_else_are_refused(url: str, reason: str) -> None:
@@ -144,6 +145,7 @@ PRIVATE = [
     "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
     "255.255.255.255", "::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:169.254.169.254",
     "2002:7f00:1::", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "fe80::1%eth0", "240.0.0.1",
+    "fec0::1",
 ]  # fmt: skip
 
 
@@ -193,6 +195,17 @@ async def test_other_answers_are_refused_without_their_text(answer: bytes, reaso
         assert len(one.asked) == 1
     assert reason in text
     assert "secret" not in text
+
+
+async def test_cookies_are_neither_kept_nor_sent() -> None:
+    answer = ok(FILE, "set-cookie: session=of-another-tenant; path=/; max-age=9999")
+    async with host(answer) as one:
+        names = {"allowed_hosts": (f"images.example:{one.port}", f"other.example:{one.port}")}
+        async with fetcher(one.port, **names) as images:
+            for name in ("images.example", "images.example", "other.example"):
+                assert await images.fetch([(f"http://{name}:{one.port}/", WHERE)]) == [FILE]
+    assert len(one.asked) == 3
+    assert "cookie" not in "".join(one.asked).lower()
 
 
 async def test_an_image_of_the_largest_size_is_taken() -> None:

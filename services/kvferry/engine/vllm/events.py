@@ -16,6 +16,7 @@ import zmq.asyncio
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from kvferry.engine.base import AllPagesCleared, KvEvent, KvEventBatch, PagesRemoved, PagesStored
+from kvferry.engine.vllm.image_models import digest_in
 from kvferry.engine.vllm.plugins.core_fields import ROUTE_KEYS_TAG
 from kvferry.pages.keys import PageImages, unpack_keys
 
@@ -106,10 +107,10 @@ def _translate(event: Any) -> KvEvent:
 
 
 def _images(extra_keys: Sequence[Any]) -> PageImages:
-    # vLLM publishes an image as a pair: its digest, and its offset from the page's start. Salts and names are texts.
+    # vLLM publishes an image as a pair: its name, and its offset from the page's start. Salts and names are texts.
     found = {}
     for page, keys in enumerate(extra_keys):
-        images = [(str(key[0]), int(key[1])) for key in keys or () if isinstance(key, list | tuple)]
+        images = [(digest_in(str(key[0])), int(key[1])) for key in keys or () if isinstance(key, list | tuple)]
         if images:
             found[page] = images
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from kvferry.engine.vllm.image_features import decode_features
 from kvferry.errors import InvalidRequest
 
 MODALITY = "image"
+_SALT_MARK = "@"
 
 # An engine ends, with all its requests, if its vision model gets tensors of other shapes than it was made for.
 
@@ -100,11 +102,21 @@ def image_prompt(request: EngineRequest, model_config: Any) -> dict[str, Any]:
     prompt: dict[str, Any] = mm_input(
         list(request.prompt_token_ids),
         {MODALITY: items},
-        {MODALITY: [image.digest for image in request.images]},
+        {MODALITY: [image_identifier(image.digest, request.page_salt) for image in request.images]},
         {MODALITY: places},
         cache_salt=request.page_salt or None,
     )
     return prompt
+
+
+def image_identifier(digest: str, salt: str) -> str:
+    """Return vLLM's name for an image: its encoder's output is kept under that name, for requests of the same salt."""
+    # vLLM keeps these outputs without regard to salts: time would tell a tenant which images others sent.
+    return f"{digest}{_SALT_MARK}{sha256(salt.encode()).hexdigest()[:32]}"
+
+
+def digest_in(identifier: str) -> str:
+    return identifier.rpartition(_SALT_MARK)[0] or identifier
 
 
 def placeholder_range(token_ids: Sequence[int], image: PromptImage, image_token_id: int) -> PlaceholderRange:
