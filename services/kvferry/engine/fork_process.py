@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -51,10 +53,23 @@ def environment_of_process(environ: Mapping[str, str] = os.environ) -> dict[str,
     }
 
 
+class InheritedFile:
+    """A file in memory that processes of forks inherit; it is closed with its last reference."""
+
+    def __init__(self, content: bytes) -> None:
+        self.fd = os.memfd_create("inherited")
+        weakref.finalize(self, os.close, self.fd)
+        with os.fdopen(self.fd, "wb", closefd=False) as opened:
+            opened.write(content)
+        self.path = Path(f"/proc/self/fd/{self.fd}")  # here and in processes that inherit it
+
+
 class ForkProcess:
     """Owns a process of forks until `close`; starts it again when it ends. Use from one event loop."""
 
-    def __init__(self, command: Sequence[str], limits: ForkLimits, complaint: str) -> None:
+    def __init__(
+        self, command: Sequence[str], limits: ForkLimits, complaint: str, inherited: Sequence[InheritedFile] = ()
+    ) -> None:
         """`command` runs a ForkServer on its standard input, with the limits as JSON for its last argument.
 
         `complaint` begins errors while there is no process: "grammars cannot be compiled now".
@@ -62,6 +77,7 @@ class ForkProcess:
         self.limits = limits
         self._command = [*command, msgspec.json.encode(limits).decode()]
         self._complaint = complaint
+        self._inherited = inherited
         self._process: _Process | None = None
         self._starting: asyncio.Task[_Process] | None = None
         self._num_failures = 0  # in a row
@@ -120,7 +136,7 @@ class ForkProcess:
             await ended.end()
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._num_failures)
         self._not_before_s = time.monotonic() + pause_s
-        process = await _Process.started(self._command)
+        process = await _Process.started(self._command, [file.fd for file in self._inherited])
         try:
             await process.ask_ready(_START_TIMEOUT_S)
         except BaseException as error:
@@ -148,10 +164,10 @@ class _Process:
     last_number: int = READY
 
     @classmethod
-    async def started(cls, command: Sequence[str]) -> _Process:
+    async def started(cls, command: Sequence[str], inherited: Sequence[int]) -> _Process:
         ours, theirs = socket.socketpair()
         with theirs:
-            popen = await asyncio.to_thread(_popen, command, theirs)
+            popen = await asyncio.to_thread(_popen, command, theirs, inherited)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         number_to_answer = {READY: asyncio.get_running_loop().create_future()}
         reading = asyncio.create_task(_read_answers(reader, number_to_answer))
@@ -193,8 +209,14 @@ class _Process:
         await asyncio.to_thread(self.popen.wait)
 
 
-def _popen(command: Sequence[str], connection: socket.socket) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, stdin=connection.fileno(), stdout=subprocess.DEVNULL, env=environment_of_process())
+def _popen(command: Sequence[str], connection: socket.socket, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=connection.fileno(),
+        stdout=subprocess.DEVNULL,
+        env=environment_of_process(),
+        pass_fds=inherited,
+    )
 
 
 async def _read_answers(reader: asyncio.StreamReader, number_to_answer: dict[int, asyncio.Future[Verdict]]) -> None:

@@ -22,11 +22,12 @@ from kvferry import __version__
 from kvferry.addresses import join_host_port, reachable_host
 from kvferry.config import DEFAULT_POOL, ClusterConfig, ModelConfig, entry_of
 from kvferry.engine.base import Renderer
-from kvferry.engine.fork_process import WALL_PER_CPU, ForkProcess
+from kvferry.engine.fork_process import WALL_PER_CPU, ForkProcess, InheritedFile
 from kvferry.engine.forks import ForkLimits
 from kvferry.engine.grammar_checks import STACK_BYTES, GrammarChecks
 from kvferry.engine.image_chats import ImageChats, ImageSettings, image_identity
 from kvferry.engine.sim import SimRenderer
+from kvferry.engine.vllm.chat_template import read_chat_template
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.exposition import SpanCounts
@@ -116,13 +117,23 @@ def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
         return SimRenderer(
             config.sim.max_model_len, tool_parser=model.tool_parser, reasoning_parser=model.reasoning_parser
         )
+    model, template = _with_kept_template(_of_engines(config))
     return VllmRenderer(
         model_folder,
         config.served_name,
-        _of_engines(config),
+        model,
         _grammar_checks(config, model_folder),
-        _image_chats(config, model_folder),
+        _image_chats(config, model_folder, model, template),
     )
+
+
+def _with_kept_template(model: ModelConfig) -> tuple[ModelConfig, InheritedFile | None]:
+    # The image process may start again after the file has changed: texts and images would have two templates.
+    text = read_chat_template(model)
+    if text is None:
+        return model, None
+    kept = InheritedFile(text.encode())
+    return model.model_copy(update={"chat_template": kept.path}), kept
 
 
 def _grammar_checks(config: ClusterConfig, model_folder: str) -> GrammarChecks:
@@ -146,7 +157,9 @@ def _of_engines(config: ClusterConfig) -> ModelConfig:
     return config.model.model_copy(update={"dtype": config.model_dtype})
 
 
-def _image_chats(config: ClusterConfig, model_folder: str) -> ImageChats | None:
+def _image_chats(
+    config: ClusterConfig, model_folder: str, model: ModelConfig, template: InheritedFile | None
+) -> ImageChats | None:
     images = config.gateway.images
     if not images.max_per_request:
         return None
@@ -156,12 +169,12 @@ def _image_chats(config: ClusterConfig, model_folder: str) -> ImageChats | None:
         *(sys.executable, "-m", "kvferry.engine.vllm.image_process"),
         *("--model-folder", model_folder),
         *("--served-name", config.served_name),
-        *("--model", _of_engines(config).model_dump_json()),
+        *("--model", model.model_dump_json()),
         *("--settings", msgspec.json.encode(settings).decode()),
     ]
     limits = ForkLimits(cpu_s=images.cpu_s, wall_s=images.cpu_s * WALL_PER_CPU, memory_bytes=images.memory_mib << 20)
     return ImageChats(
-        ForkProcess(command, limits, "images cannot be prepared now"),
+        ForkProcess(command, limits, "images cannot be prepared now", [] if template is None else [template]),
         image_identity(model_folder, config.model_dtype),
         num_processes=images.processes,
         max_prepared_bytes=max_prepared_bytes,

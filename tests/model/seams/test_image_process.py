@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import inspect
 import io
 import struct
 import zlib
 from array import array
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,12 @@ from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.config import ModelConfig
 from kvferry.engine.base import ChatImage, RenderedPrompt
-from kvferry.engine.image_chats import ImageChats
+from kvferry.engine.image_chats import AskedImage, ImageChats
+from kvferry.engine.vllm import image_process
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.gateway.lifecycle import build_renderer
+from support.waiting import until
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
@@ -258,6 +262,53 @@ async def test_hostile_files_cost_their_request_alone(renderer: VllmRenderer, ch
 
 async def test_an_image_of_the_most_pixels_is_taken(renderer: VllmRenderer) -> None:
     assert (await render(renderer, file_of(Image.new("RGB", (1024, 1024), "red")))).images
+
+
+async def test_images_that_the_processor_fails_on_are_named_without_vllms_words() -> None:
+    from vllm.multimodal.processing.context import InputProcessingContext
+
+    # Then come the processor's class and, as Python shows them, the images.
+    assert 'f"Failed to apply {type(hf_processor).__name__} "' in inspect.getsource(
+        InputProcessingContext.call_hf_processor
+    )
+    assert image_process._PROCESSOR_FAILED == "Failed to apply "
+    asked = [AskedImage("", f"messages[0].content[{i}]", file_of(Image.new("L", (i, 9))), None) for i in range(1, 7)]
+    refused = image_process._not_taken(asked[:1])
+    assert refused.message == (
+        "the model's image processor does not take this image: messages[0].content[1] of 1 x 9 pixels"
+    )
+    assert refused.param == "messages[0].content[1]"
+    refused = image_process._not_taken(asked)
+    assert refused.message.endswith("messages[0].content[4] of 4 x 9 pixels and 2 more")
+    assert refused.param == "messages"
+
+
+async def test_texts_and_images_keep_the_template_that_the_gateway_read(folder: str, tmp_path: Path) -> None:
+    template = (
+        "{% for message in messages %}{% for part in message.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% else %}<image>{% endif %}{% endfor %}{% endfor %}"
+    )
+    file = tmp_path / "chat.jinja"
+    file.write_text(template)
+    config = configuration.parse({**CONFIG, "model": {"chat_template": str(file)}})
+    made = await asyncio.to_thread(build_renderer, config, folder)
+    assert isinstance(made, VllmRenderer)
+    assert made._images is not None
+    made.start()
+    try:
+        text = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
+        before = await made.render_chat(dict(text)), await render(made, FORMATS["png"])
+        file.write_text("another one {{ messages }}")
+        pid = made._images._process.pid
+        assert pid is not None
+        psutil.Process(pid).kill()
+        await until(lambda: made._images._process._process.reading.done())  # type: ignore[union-attr]
+        after = await made.render_chat(dict(text)), await render(made, FORMATS["png"])
+        assert made._images._process.pid not in (pid, None)
+    finally:
+        await made.close()
+    for one, other in zip(before, after, strict=True):
+        assert one.token_ids == other.token_ids
 
 
 async def test_a_bad_image_among_good_ones_is_named(renderer: VllmRenderer) -> None:

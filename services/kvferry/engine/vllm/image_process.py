@@ -44,6 +44,10 @@ NICENESS = 5  # its start takes seconds of CPU, which streams need; forks are ni
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 _MODALITY = "image"
+_PROCESSOR_FAILED = (
+    "Failed to apply "  # as vLLM begins, before the processor's class and the images as Python shows them
+)
+_MAX_NAMED = 4  # images that an error names
 
 
 class ImagePrompts:
@@ -75,11 +79,13 @@ class ImagePrompts:
         _fill_parts(body["messages"], chat.images)
         try:
             rendered = asyncio.run(self._prompts.chat(body))
-        except InvalidRequest:
+        except InvalidRequest as error:
             # vLLM does not say which image it cannot decode.
-            for image in chat.images:
-                if image.prepared is None:
-                    check_decodes(image.data, image.where)
+            new = [image for image in chat.images if image.prepared is None]
+            for image in new:
+                check_decodes(image.data, image.where)
+            if new and error.message.startswith(_PROCESSOR_FAILED):
+                raise _not_taken(new) from None
             raise
         if self._input is None or self._input["type"] != "multimodal" or set(self._input["mm_kwargs"]) != {_MODALITY}:
             raise EngineError("vLLM rendered a chat with images without them")
@@ -108,6 +114,24 @@ class ImagePrompts:
             require_few_bytes(num_bytes, self._settings.max_prepared_bytes)
             placed.append(PlacedImage(place.offset, place.length, prepared))
         return tuple(placed)
+
+
+def _not_taken(images: Sequence[AskedImage]) -> InvalidRequest:
+    """Return the refusal of images that the model's processor fails on, without its words: they show objects."""
+    sizes = [f"{image.where} of {' x '.join(map(str, _size(image.data)))} pixels" for image in images[:_MAX_NAMED]]
+    others = f" and {len(images) - len(sizes)} more" if len(images) > len(sizes) else ""
+    which = "this image" if len(images) == 1 else "one of these images"
+    return InvalidRequest(
+        f"the model's image processor does not take {which}: {', '.join(sizes)}{others}",
+        param=images[0].where if len(images) == 1 else "messages",
+    )
+
+
+def _size(data: bytes) -> tuple[int, int]:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        return image.size
 
 
 def check_header(data: bytes, where: str, max_pixels: int) -> None:
