@@ -172,12 +172,20 @@ async def test_placeholders_count_as_tokens_of_the_prompt(renderer: VllmRenderer
         await render(renderer, FORMATS["png"], max_tokens=room + 1)
 
 
-async def test_a_users_text_of_a_placeholder_moves_no_image_elsewhere_than_vllm_does(renderer: VllmRenderer) -> None:
-    text = {"type": "text", "text": f"{IMAGE_TOKEN} and"}
-    body = {"messages": [{"role": "user", "content": [text, {"type": "image_url"}]}], "max_tokens": 8}
-    prompt = await renderer.render_chat(body, [ChatImage(FORMATS["png"], "messages[0].content[1]")])
-    (image,) = prompt.images
-    assert image.offset + image.num_tokens <= len(prompt.token_ids)
+@pytest.mark.parametrize("is_before", [True, False])
+async def test_a_text_with_a_placeholder_takes_no_images_place(renderer: VllmRenderer, is_before: bool) -> None:
+    texts = [{"type": "text", "text": text} for text in (f"{IMAGE_TOKEN} and", "?")]
+    parts = [{"type": "image_url"}, {"type": "image_url"}]
+    content = [texts[0], *parts, texts[1]] if is_before else [*parts, texts[0], texts[1]]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8}
+    images = [ChatImage(FORMATS[name], "messages[0].content[1]") for name in ("png", "jpeg")]
+    for _ in range(2):  # prepared now, and before
+        with pytest.raises(InvalidRequest, match=f"no text may have '{IMAGE_TOKEN}'"):
+            await renderer.render_chat(body, images)
+        assert (await render(renderer, *(image.data for image in images))).images
+    # Without an image it is text.
+    body = {"messages": [{"role": "user", "content": f"{IMAGE_TOKEN} and"}], "max_tokens": 8}
+    assert not (await renderer.render_chat(body)).images
 
 
 async def test_sampling_and_grammars_are_those_of_a_chat(renderer: VllmRenderer) -> None:

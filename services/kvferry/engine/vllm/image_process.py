@@ -83,19 +83,19 @@ class ImagePrompts:
             raise
         if self._input is None or self._input["type"] != "multimodal" or set(self._input["mm_kwargs"]) != {_MODALITY}:
             raise EngineError("vLLM rendered a chat with images without them")
-        return RenderedChat(
-            array("I", rendered.token_ids).tobytes(), rendered.sampling, rendered.parse, self._placed(chat.images)
-        )
+        placed = self._placed(chat.images, rendered.token_ids)
+        return RenderedChat(array("I", rendered.token_ids).tobytes(), rendered.sampling, rendered.parse, placed)
 
     def _take_input(self, engine_input: Mapping[str, Any], **_: Any) -> None:
         self._input = engine_input
 
-    def _placed(self, images: Sequence[AskedImage]) -> tuple[PlacedImage, ...]:
+    def _placed(self, images: Sequence[AskedImage], token_ids: Sequence[int]) -> tuple[PlacedImage, ...]:
         assert self._input is not None
         items, ranges = self._input["mm_kwargs"][_MODALITY], self._input["mm_placeholders"][_MODALITY]
         digests = self._input["mm_hashes"][_MODALITY]
         if digests != [image.digest for image in images] or not len(items) == len(ranges) == len(images):
             raise EngineError("vLLM gave other images than it was asked for")
+        self._require_no_other_placeholders(token_ids, sum(place.get_num_embeds() for place in ranges))
         cache = self._prompts.online.renderer._mm_processor_only_cache
         placed = []
         num_bytes = 0
@@ -108,6 +108,16 @@ class ImagePrompts:
             require_few_bytes(num_bytes, self._settings.max_prepared_bytes)
             placed.append(PlacedImage(place.offset, place.length, prepared))
         return tuple(placed)
+
+    def _require_no_other_placeholders(self, token_ids: Sequence[int], num_of_images: int) -> None:
+        """Raises InvalidRequest where a text has placeholders: vLLM would put the first images in their place."""
+        image_token_id = int(self._prompts.model_config.hf_config.image_token_id)
+        if sum(token_id == image_token_id for token_id in token_ids) != num_of_images:
+            token = self._prompts.online.renderer.get_tokenizer().convert_ids_to_tokens(image_token_id)
+            raise InvalidRequest(
+                f"messages: beside images no text may have {token!r}, which marks an image's place for the model",
+                param="messages",
+            )
 
 
 def check_header(data: bytes, where: str, max_pixels: int) -> None:
