@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import inspect
 import io
+import json
 import struct
 import zlib
 from array import array
 from collections.abc import AsyncIterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -21,7 +25,7 @@ from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.config import ModelConfig
 from kvferry.engine.base import ChatImage, RenderedPrompt
-from kvferry.engine.image_chats import ImageChats
+from kvferry.engine.image_chats import AskedImage, ImageChat, ImageChats, RefusedChat
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.gateway.lifecycle import build_renderer
@@ -262,6 +266,46 @@ async def test_hostile_files_cost_their_request_alone(renderer: VllmRenderer, ch
     assert (await render(renderer, FORMATS["png"])).images
     assert chats._process.pid == pid
     assert not psutil.Process(pid).children()
+
+
+def of_failing_processor(cause: Exception) -> Any:
+    """Return an ImagePrompts whose processor raises `cause`, as vLLM tells it."""
+    from kvferry.engine.image_chats import ImageSettings
+    from kvferry.engine.vllm.image_process import ImagePrompts
+
+    async def chat(_: Any) -> None:
+        try:
+            raise ValueError("Failed to apply P on data={'images': [<PIL.Image.Image at 0x7FD2>]}") from cause
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+
+    renderer = SimpleNamespace(_mm_processor_only_cache=None)
+    prompts = SimpleNamespace(serving=SimpleNamespace(), online=SimpleNamespace(renderer=renderer), chat=chat)
+    return ImagePrompts(prompts, ImageSettings(MAX_PIXELS, 1 << 20))  # type: ignore[arg-type]
+
+
+def chat_of(num_images: int) -> bytes:
+    content = [{"type": "image_url"}] * num_images
+    images = tuple(AskedImage(str(i), f"messages[0].content[{i}]", FORMATS["png"], None) for i in range(num_images))
+    return msgspec.msgpack.encode(
+        ImageChat(json.dumps({"messages": [{"role": "user", "content": content}]}).encode(), images)
+    )
+
+
+@pytest.mark.parametrize(("num_images", "where"), [(1, "messages[0].content[0]"), (2, "messages")])
+async def test_what_a_processor_raises_names_the_image_and_no_object_in_memory(num_images: int, where: str) -> None:
+    from vllm.multimodal.processing.context import InputProcessingContext
+
+    failing = of_failing_processor(ZeroDivisionError())
+    refused = await asyncio.to_thread(failing.render, chat_of(num_images))  # runs a loop of its own
+    told = msgspec.msgpack.decode(refused, type=RefusedChat)
+    assert (told.message, told.param) == (f"{where}: the model's processor cannot prepare the image", where)
+    assert 'f"Failed to apply {' in inspect.getsource(InputProcessingContext.call_hf_processor)
+
+
+async def test_a_processor_short_of_memory_is_no_fault_of_the_image() -> None:
+    with pytest.raises(MemoryError):
+        await asyncio.to_thread(of_failing_processor(MemoryError()).render, chat_of(1))
 
 
 async def test_an_image_of_the_most_pixels_is_taken(renderer: VllmRenderer) -> None:

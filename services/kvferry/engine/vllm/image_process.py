@@ -44,6 +44,7 @@ NICENESS = 5  # its start takes seconds of CPU, which streams need; forks are ni
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 _MODALITY = "image"
+_PROCESSOR_FAILED = "Failed to apply "  # begins vLLM's text of what a model's processor raised
 
 
 class ImagePrompts:
@@ -75,11 +76,15 @@ class ImagePrompts:
         _fill_parts(body["messages"], chat.images)
         try:
             rendered = asyncio.run(self._prompts.chat(body))
-        except InvalidRequest:
+        except InvalidRequest as error:
+            if _is_of_memory(error):
+                raise MemoryError from None
             # vLLM does not say which image it cannot decode.
-            for image in chat.images:
-                if image.prepared is None:
-                    check_decodes(image.data, image.where)
+            new = [image for image in chat.images if image.prepared is None]
+            for image in new:
+                check_decodes(image.data, image.where)
+            if error.message.startswith(_PROCESSOR_FAILED):
+                raise _refused_by_processor([image.where for image in new]) from None
             raise
         if self._input is None or self._input["type"] != "multimodal" or set(self._input["mm_kwargs"]) != {_MODALITY}:
             raise EngineError("vLLM rendered a chat with images without them")
@@ -118,6 +123,21 @@ class ImagePrompts:
                 f"messages: beside images no text may have {token!r}, which marks an image's place for the model",
                 param="messages",
             )
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    """Whether memory was short, which vLLM tells as a fault of the image."""
+    while error is not None:
+        if isinstance(error, MemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _refused_by_processor(places: Sequence[str]) -> InvalidRequest:
+    # vLLM's own text names the image as an object in memory, with its address.
+    where = places[0] if len(places) == 1 else "messages"
+    return InvalidRequest(f"{where}: the model's processor cannot prepare the image", param=where)
 
 
 def check_header(data: bytes, where: str, max_pixels: int) -> None:
