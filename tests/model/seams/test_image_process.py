@@ -6,13 +6,16 @@ import asyncio
 import base64
 import inspect
 import io
+import json
 import struct
 import zlib
 from array import array
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -23,8 +26,7 @@ from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.config import ModelConfig
 from kvferry.engine.base import ChatImage, RenderedPrompt
-from kvferry.engine.image_chats import AskedImage, ImageChats
-from kvferry.engine.vllm import image_process
+from kvferry.engine.image_chats import AskedImage, ImageChat, ImageChats, RefusedChat
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.gateway.lifecycle import build_renderer
@@ -176,12 +178,20 @@ async def test_placeholders_count_as_tokens_of_the_prompt(renderer: VllmRenderer
         await render(renderer, FORMATS["png"], max_tokens=room + 1)
 
 
-async def test_a_users_text_of_a_placeholder_moves_no_image_elsewhere_than_vllm_does(renderer: VllmRenderer) -> None:
-    text = {"type": "text", "text": f"{IMAGE_TOKEN} and"}
-    body = {"messages": [{"role": "user", "content": [text, {"type": "image_url"}]}], "max_tokens": 8}
-    prompt = await renderer.render_chat(body, [ChatImage(FORMATS["png"], "messages[0].content[1]")])
-    (image,) = prompt.images
-    assert image.offset + image.num_tokens <= len(prompt.token_ids)
+@pytest.mark.parametrize("is_before", [True, False])
+async def test_a_text_with_a_placeholder_takes_no_images_place(renderer: VllmRenderer, is_before: bool) -> None:
+    texts = [{"type": "text", "text": text} for text in (f"{IMAGE_TOKEN} and", "?")]
+    parts = [{"type": "image_url"}, {"type": "image_url"}]
+    content = [texts[0], *parts, texts[1]] if is_before else [*parts, texts[0], texts[1]]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8}
+    images = [ChatImage(FORMATS[name], "messages[0].content[1]") for name in ("png", "jpeg")]
+    for _ in range(2):  # prepared now, and before
+        with pytest.raises(InvalidRequest, match=f"no text may have '{IMAGE_TOKEN}'"):
+            await renderer.render_chat(body, images)
+        assert (await render(renderer, *(image.data for image in images))).images
+    # Without an image it is text.
+    body = {"messages": [{"role": "user", "content": f"{IMAGE_TOKEN} and"}], "max_tokens": 8}
+    assert not (await renderer.render_chat(body)).images
 
 
 async def test_sampling_and_grammars_are_those_of_a_chat(renderer: VllmRenderer) -> None:
@@ -260,27 +270,58 @@ async def test_hostile_files_cost_their_request_alone(renderer: VllmRenderer, ch
     assert not psutil.Process(pid).children()
 
 
-async def test_an_image_of_the_most_pixels_is_taken(renderer: VllmRenderer) -> None:
-    assert (await render(renderer, file_of(Image.new("RGB", (1024, 1024), "red")))).images
+def of_failing_processor(cause: Exception) -> Any:
+    """Return an ImagePrompts whose processor raises `cause`, as vLLM tells it."""
+    from kvferry.engine.image_chats import ImageSettings
+    from kvferry.engine.vllm.image_process import ImagePrompts
+
+    async def chat(_: Any) -> None:
+        try:
+            raise ValueError("Failed to apply P on data={'images': [<PIL.Image.Image at 0x7FD2>]}") from cause
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+
+    renderer = SimpleNamespace(_mm_processor_only_cache=None)
+    prompts = SimpleNamespace(serving=SimpleNamespace(), online=SimpleNamespace(renderer=renderer), chat=chat)
+    return ImagePrompts(prompts, ImageSettings(MAX_PIXELS, 1 << 20))  # type: ignore[arg-type]
 
 
-async def test_images_that_the_processor_fails_on_are_named_without_vllms_words() -> None:
+def chat_of(num_images: int) -> bytes:
+    content = [{"type": "image_url"}] * num_images
+    images = tuple(AskedImage(str(i), f"messages[0].content[{i}]", FORMATS["png"], None) for i in range(num_images))
+    return msgspec.msgpack.encode(
+        ImageChat(json.dumps({"messages": [{"role": "user", "content": content}]}).encode(), images)
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_images", "where", "named"),
+    [
+        (1, "messages[0].content[0]", "this image: messages[0].content[0] of 100 x 80 pixels"),
+        (6, "messages", "messages[0].content[3] of 100 x 80 pixels and 2 more"),
+    ],
+)
+async def test_what_a_processor_raises_names_the_image_and_no_object_in_memory(
+    num_images: int, where: str, named: str
+) -> None:
     from vllm.multimodal.processing.context import InputProcessingContext
 
-    # Then come the processor's class and, as Python shows them, the images.
-    assert 'f"Failed to apply {type(hf_processor).__name__} "' in inspect.getsource(
-        InputProcessingContext.call_hf_processor
-    )
-    assert image_process._PROCESSOR_FAILED == "Failed to apply "
-    asked = [AskedImage("", f"messages[0].content[{i}]", file_of(Image.new("L", (i, 9))), None) for i in range(1, 7)]
-    refused = image_process._not_taken(asked[:1])
-    assert refused.message == (
-        "the model's image processor does not take this image: messages[0].content[1] of 1 x 9 pixels"
-    )
-    assert refused.param == "messages[0].content[1]"
-    refused = image_process._not_taken(asked)
-    assert refused.message.endswith("messages[0].content[4] of 4 x 9 pixels and 2 more")
-    assert refused.param == "messages"
+    failing = of_failing_processor(ZeroDivisionError())
+    refused = await asyncio.to_thread(failing.render, chat_of(num_images))  # runs a loop of its own
+    told = msgspec.msgpack.decode(refused, type=RefusedChat)
+    assert told.message.startswith("the model's image processor does not take ")
+    assert told.message.endswith(named)
+    assert told.param == where
+    assert 'f"Failed to apply {' in inspect.getsource(InputProcessingContext.call_hf_processor)
+
+
+async def test_a_processor_short_of_memory_is_no_fault_of_the_image() -> None:
+    with pytest.raises(MemoryError):
+        await asyncio.to_thread(of_failing_processor(MemoryError()).render, chat_of(1))
+
+
+async def test_an_image_of_the_most_pixels_is_taken(renderer: VllmRenderer) -> None:
+    assert (await render(renderer, file_of(Image.new("RGB", (1024, 1024), "red")))).images
 
 
 async def test_texts_and_images_keep_the_template_that_the_gateway_read(folder: str, tmp_path: Path) -> None:

@@ -44,9 +44,8 @@ NICENESS = 5  # its start takes seconds of CPU, which streams need; forks are ni
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 _MODALITY = "image"
-_PROCESSOR_FAILED = (
-    "Failed to apply "  # as vLLM begins, before the processor's class and the images as Python shows them
-)
+# Begins vLLM's text of what a model's processor raised; then come its class and the images' `repr`.
+_PROCESSOR_FAILED = "Failed to apply "
 _MAX_NAMED = 4  # images that an error names
 
 
@@ -80,6 +79,8 @@ class ImagePrompts:
         try:
             rendered = asyncio.run(self._prompts.chat(body))
         except InvalidRequest as error:
+            if _is_of_memory(error):
+                raise MemoryError from None
             # vLLM does not say which image it cannot decode.
             new = [image for image in chat.images if image.prepared is None]
             for image in new:
@@ -89,19 +90,19 @@ class ImagePrompts:
             raise
         if self._input is None or self._input["type"] != "multimodal" or set(self._input["mm_kwargs"]) != {_MODALITY}:
             raise EngineError("vLLM rendered a chat with images without them")
-        return RenderedChat(
-            array("I", rendered.token_ids).tobytes(), rendered.sampling, rendered.parse, self._placed(chat.images)
-        )
+        placed = self._placed(chat.images, rendered.token_ids)
+        return RenderedChat(array("I", rendered.token_ids).tobytes(), rendered.sampling, rendered.parse, placed)
 
     def _take_input(self, engine_input: Mapping[str, Any], **_: Any) -> None:
         self._input = engine_input
 
-    def _placed(self, images: Sequence[AskedImage]) -> tuple[PlacedImage, ...]:
+    def _placed(self, images: Sequence[AskedImage], token_ids: Sequence[int]) -> tuple[PlacedImage, ...]:
         assert self._input is not None
         items, ranges = self._input["mm_kwargs"][_MODALITY], self._input["mm_placeholders"][_MODALITY]
         digests = self._input["mm_hashes"][_MODALITY]
         if digests != [image.digest for image in images] or not len(items) == len(ranges) == len(images):
             raise EngineError("vLLM gave other images than it was asked for")
+        self._require_no_other_placeholders(token_ids, sum(place.get_num_embeds() for place in ranges))
         cache = self._prompts.online.renderer._mm_processor_only_cache
         placed = []
         num_bytes = 0
@@ -114,6 +115,25 @@ class ImagePrompts:
             require_few_bytes(num_bytes, self._settings.max_prepared_bytes)
             placed.append(PlacedImage(place.offset, place.length, prepared))
         return tuple(placed)
+
+    def _require_no_other_placeholders(self, token_ids: Sequence[int], num_of_images: int) -> None:
+        """Raises InvalidRequest where a text has placeholders: vLLM would put the first images in their place."""
+        image_token_id = int(self._prompts.model_config.hf_config.image_token_id)
+        if sum(token_id == image_token_id for token_id in token_ids) != num_of_images:
+            token = self._prompts.online.renderer.get_tokenizer().convert_ids_to_tokens(image_token_id)
+            raise InvalidRequest(
+                f"messages: beside images no text may have {token!r}, which marks an image's place for the model",
+                param="messages",
+            )
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    """Whether memory was short, which vLLM tells as a fault of the image."""
+    while error is not None:
+        if isinstance(error, MemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _not_taken(images: Sequence[AskedImage]) -> InvalidRequest:
