@@ -115,7 +115,8 @@ class ModelConfig(_Section):
     # vLLM's parsers for this model's answers. Empty: no tools; reasoning stays part of the content.
     tool_parser: str = ""
     reasoning_parser: str = ""
-    # A Jinja file for chats, in the place of the model's own template. Gateways read it when they start.
+    # A Jinja file for chats, in the place of the model's own template: an absolute path, at most 1 MiB, the same text
+    # on all gateways, which read it when they start. Simulated engines take none.
     chat_template: Path | None = None
 
     @field_validator("served_name")
@@ -835,6 +836,17 @@ class ClusterConfig(_Section):
             except ValidationError as error:
                 faults = (_explain_derived(fault, entry.name) for fault in error.errors())
                 raise ValueError("; ".join(f"models.{place}.{fault}" for fault in faults)) from None
+        return self
+
+    @model_validator(mode="after")
+    def _simulated_engines_have_no_templates(self) -> ClusterConfig:
+        # A gateway alone would find this out, while `kvferry up` waits for it.
+        if self.engine.kind == "sim":
+            models = [("model", self.model)]
+            models += [(f"models.{place}.model", each.model) for place, each in enumerate(self.models)]
+            for key, model in models:
+                if model.chat_template is not None:
+                    raise ValueError(f"{key}.chat_template: simulated engines (engine.kind: sim) have no templates")
         return self
 
     @model_validator(mode="after")
