@@ -115,7 +115,8 @@ class ModelConfig(_Section):
     # vLLM's parsers for this model's answers. Empty: no tools; reasoning stays part of the content.
     tool_parser: str = ""
     reasoning_parser: str = ""
-    # A Jinja file for chats, in the place of the model's own template. Gateways read it when they start.
+    # A Jinja file for chats, in the place of the model's own template: an absolute path, at most 1 MiB, the same text
+    # on all gateways, which read it when they start. Simulated engines take none.
     chat_template: Path | None = None
 
     @field_validator("served_name")
@@ -506,7 +507,9 @@ class ImagesConfig(_Section):
 
     max_per_request: int = Field(8, ge=0, le=MAX_PROMPT_IMAGES)  # 0: none are taken
     max_bytes: int = Field(8 << 20, ge=1024, le=32 << 20)  # of an image's file; those in a body fit the body's limit
-    max_pixels: int = Field(16 << 20, ge=1, le=128 << 20)  # width times height of one
+    # Width times height of one. More takes more of memory_mib: with a tiny model 1,024 MiB were enough for 32,000,000
+    # and not for 67,000,000, where a WebP's error speaks of its decoder.
+    max_pixels: int = Field(16 << 20, ge=1, le=128 << 20)
     # What the model's processor makes of a request's images travels to a prefill worker in one message.
     max_prepared_mib: int = Field(32, ge=1, le=48)
     # Files and prepared images of all requests in flight, those of a request once for each of its choices.
@@ -835,6 +838,17 @@ class ClusterConfig(_Section):
             except ValidationError as error:
                 faults = (_explain_derived(fault, entry.name) for fault in error.errors())
                 raise ValueError("; ".join(f"models.{place}.{fault}" for fault in faults)) from None
+        return self
+
+    @model_validator(mode="after")
+    def _simulated_engines_have_no_templates(self) -> ClusterConfig:
+        # A gateway alone would find this out, while `kvferry up` waits for it.
+        if self.engine.kind == "sim":
+            models = [("model", self.model)]
+            models += [(f"models.{place}.model", each.model) for place, each in enumerate(self.models)]
+            for key, model in models:
+                if model.chat_template is not None:
+                    raise ValueError(f"{key}.chat_template: simulated engines (engine.kind: sim) have no templates")
         return self
 
     @model_validator(mode="after")

@@ -174,6 +174,7 @@ async def test_routes_methods_and_limits(http: httpx.AsyncClient) -> None:
     declared = await http.post("/v1/completions", content=big)
     assert declared.status_code == 413
     assert declared.json()["error"]["code"] == "body_too_large"
+    assert declared.json()["error"]["message"] == f"the body is {len(big)} bytes; gateway.max_body_bytes is {8 << 20}"
 
     async def pieces() -> Any:
         for start in range(0, len(big), 1 << 20):

@@ -526,6 +526,11 @@ NO_DEFAULT: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas":
             },
             "tier.blocks_per_chunk: must be set where models share volumes (a, default)",
         ),
+        ({"model": {"chat_template": "/t.jinja"}}, "model.chat_template: simulated engines (engine.kind: sim) have no"),
+        (
+            {"models": [{"name": "a", "model": {"chat_template": "/t.jinja"}}]},
+            "models.0.model.chat_template: simulated engines (engine.kind: sim) have no templates",
+        ),
     ],
 )
 def test_models_that_make_no_sense_are_refused(sections: dict[str, Any], said: str) -> None:

@@ -342,10 +342,10 @@ class HttpApp:
         limit = self._config.max_body_bytes
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > limit:
-                raise BodyTooLarge(f"the body is {int(value)} bytes; the limit is {limit}")
+                raise BodyTooLarge(f"the body is {int(value)} bytes; gateway.max_body_bytes is {limit}")
         if exchange is not None and (body := exchange.whole_body()) is not None:
             if len(body) > limit:
-                raise BodyTooLarge(f"the body is over {limit} bytes, the limit")
+                raise BodyTooLarge(f"the body is over {limit} bytes (gateway.max_body_bytes)")
             claim.add_body_bytes(len(body))
             return body
         pieces: list[bytes] = []
@@ -360,7 +360,7 @@ class HttpApp:
                         piece = message.get("body", b"")
                         size += len(piece)
                         if size > limit:
-                            raise BodyTooLarge(f"the body is over {limit} bytes, the limit")
+                            raise BodyTooLarge(f"the body is over {limit} bytes (gateway.max_body_bytes)")
                         claim.add_body_bytes(len(piece))
                         pieces.append(piece)
                         if not message.get("more_body", False):

@@ -273,7 +273,8 @@ class GrpcEndpoint:
                 raw = await self._reads.read(context)
                 if len(raw) > self._config.max_body_bytes:
                     raise BodyTooLarge(
-                        f"the message is {len(raw)} bytes; the limit is {self._config.max_body_bytes}", param="message"
+                        f"the message is {len(raw)} bytes; gateway.max_body_bytes is {self._config.max_body_bytes}",
+                        param="message",
                     )
                 counted.claim.add_body_bytes(len(raw))
                 answering = answer(inference, raw, tenant, counted)

@@ -29,7 +29,7 @@ from kvferry.engine.image_chats import ImageChats, ImageSettings, image_identity
 from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm.chat_template import read_chat_template
 from kvferry.engine.vllm.renderer import VllmRenderer
-from kvferry.errors import ConfigError, KvferryError
+from kvferry.errors import KvferryError
 from kvferry.exposition import SpanCounts
 from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import OF_POOL, Admission, Readiness
@@ -112,8 +112,6 @@ def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
     """Return the renderer of `config.engine.kind`, in seconds: call it off the event loop."""
     if config.engine.kind == "sim":
         model = config.model
-        if model.chat_template is not None:
-            raise ConfigError("model.chat_template: simulated engines have no templates", param="model.chat_template")
         return SimRenderer(
             config.sim.max_model_len, tool_parser=model.tool_parser, reasoning_parser=model.reasoning_parser
         )
