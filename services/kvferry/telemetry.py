@@ -92,7 +92,9 @@ REFUSAL_CODES = tuple(sorted(_CODE_TO_ERROR))
 # 499: the client left before the end.
 STATUSES = tuple(sorted({"200", "499", "500", *(str(kind.http_status) for kind in _CODE_TO_ERROR.values())}))
 CACHE_HINTS = ("wanted", "end")
-GRAMMAR_OUTCOMES = ("ok", "refused", "cpu_time", "memory", "crashed", "late")
+FORK_OUTCOMES = ("ok", "refused", "cpu_time", "memory", "crashed", "late")
+IMAGE_OUTCOMES = ("prepared", "kept")
+FETCH_OUTCOMES = ("ok", "refused", "overloaded")
 SPAN_OUTCOMES = ("exported", "failed", "dropped")
 END_REASONS = ("stop", "length", "abort", "error", "refused", "preempted")
 KV_TRANSFER_FAILURES = ("transfer", "handshake", "lease_ended")
@@ -297,7 +299,38 @@ GRAMMAR_CHECKS = Metric(
     "grammars",
     Exporter.GATEWAY,
     "Grammars of structured outputs compiled in a process of their own, by outcome; repeated ones are not compiled.",
-    (Label("outcome", "`late`: ran out of wall-clock time", GRAMMAR_OUTCOMES),),
+    (Label("outcome", "`late`: ran out of wall-clock time", FORK_OUTCOMES),),
+)
+IMAGE_CHATS = Metric(
+    "kvferry_image_chats_total",
+    Kind.COUNTER,
+    "requests",
+    Exporter.GATEWAY,
+    "Chats with images that the image process was asked for, by outcome; `refused` ones are the clients' faults.",
+    (Label("outcome", "`late`: ran out of wall-clock time", FORK_OUTCOMES),),
+)
+IMAGES = Metric(
+    "kvferry_images_total",
+    Kind.COUNTER,
+    "images",
+    Exporter.GATEWAY,
+    "Images of chats that were rendered.",
+    (Label("outcome", "`kept`: its features were there from an earlier request of the tenant", IMAGE_OUTCOMES),),
+)
+IMAGE_FETCHES = Metric(
+    "kvferry_image_fetches_total",
+    Kind.COUNTER,
+    "images",
+    Exporter.GATEWAY,
+    "Images by URL.",
+    (
+        Label(
+            "outcome",
+            "`refused`: the URL is not allowed, or its host did not give an image in time; `overloaded`: "
+            "`gateway.images.max_fetches` were running",
+            FETCH_OUTCOMES,
+        ),
+    ),
 )
 READY = Metric(
     "kvferry_ready", Kind.GAUGE, "1", Exporter.GATEWAY, "1 while a request sent now can be answered, as `/readyz` says."

@@ -539,6 +539,14 @@ class RenderedPrompt(msgspec.Struct, frozen=True):
     images: tuple[PromptImage, ...] = ()
 
 
+class RenderOutcomes(msgspec.Struct, frozen=True):
+    """Counts of a renderer by outcome, with the labels of telemetry."""
+
+    grammars: Mapping[str, int] = {}
+    image_chats: Mapping[str, int] = {}
+    images: Mapping[str, int] = {}
+
+
 class Renderer(Protocol):
     """Turns validated OpenAI bodies into prompts. Raises InvalidRequest and ContextLengthExceeded."""
 
@@ -556,9 +564,7 @@ class Renderer(Protocol):
     def max_model_len(self) -> int: ...
 
     @property
-    def grammar_outcomes(self) -> Mapping[str, int]:
-        """How many grammars were checked, by outcome (telemetry.GRAMMAR_OUTCOMES)."""
-        ...
+    def outcomes(self) -> RenderOutcomes: ...
 
     def start(self) -> None:
         """Start what runs in the background, on the event loop that will render."""

@@ -134,6 +134,7 @@ class ForkProcess:
         if self._process is not None:
             ended, self._process = self._process, None
             await ended.end()
+            log.warning("%s: their process (%d) ended and starts again", self._complaint, ended.popen.pid)
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._num_failures)
         self._not_before_s = time.monotonic() + pause_s
         process = await _Process.started(self._command, [file.fd for file in self._inherited])

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +19,7 @@ from kvferry.engine.fork_process import ForkProcess
 from kvferry.engine.forks import Outcome, Verdict
 from kvferry.errors import EngineError, InvalidRequest, KvferryError, Overloaded, by_code
 from kvferry.grpc_options import MAX_MESSAGE_BYTES
+from kvferry.telemetry import FORK_OUTCOMES, IMAGE_OUTCOMES
 
 MAX_WAITING = 64  # chats with images that wait for a process
 
@@ -110,6 +111,9 @@ class ImageChats:
         self._max_prepared_bytes = max_prepared_bytes
         self._cache_bytes = cache_bytes
         self._num_kept_bytes = 0
+        # By telemetry's labels. Counted from the start, so that each has a series.
+        self.outcomes = Counter(dict.fromkeys(FORK_OUTCOMES, 0))
+        self.image_outcomes = Counter(dict.fromkeys(IMAGE_OUTCOMES, 0))
         # By salt and digest: a tenant's requests must not tell by their time what others sent.
         self._kept: OrderedDict[tuple[str, str], PreparedImage] = OrderedDict()
 
@@ -146,11 +150,13 @@ class ImageChats:
                 self._free.release()
         verdict = await asyncio.shield(asking)
         if verdict.outcome is not Outcome.OK:
+            self.outcomes[verdict.outcome] += 1
             raise self._refusal(verdict)
         try:
             chat = msgspec.msgpack.decode(verdict.result, type=RenderedChat | RefusedChat)
         except msgspec.DecodeError as error:
             raise EngineError(f"the image process gave no answer: {error}") from None
+        self.outcomes[Outcome.REFUSED if isinstance(chat, RefusedChat) else Outcome.OK] += 1
         if isinstance(chat, RefusedChat):
             raise by_code().get(chat.code, InvalidRequest)(chat.message, param=chat.param)
         return self._rendered(chat, asked, salt)
@@ -197,6 +203,7 @@ class ImageChats:
                 param="messages",
             )
         for image, placed in zip(asked, chat.images, strict=True):
+            self.image_outcomes["kept" if placed.prepared is None else "prepared"] += 1
             if placed.prepared is not None:
                 self._keep(salt, image.digest, placed.prepared)
         return RenderedPrompt(token_ids, chat.sampling, parse=chat.parse, images=tuple(images))

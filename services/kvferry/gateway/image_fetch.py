@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -14,6 +15,7 @@ import httpx
 from kvferry.config import ImagesConfig
 from kvferry.engine.vllm.render_loop import RenderLoop
 from kvferry.errors import InvalidRequest, Overloaded
+from kvferry.telemetry import FETCH_OUTCOMES
 
 MAX_URL_CHARS = 2048
 _MAX_ADDRESSES = 4  # of a host, that are tried one after the other
@@ -40,6 +42,7 @@ class ImageFetcher:
     def __init__(self, config: ImagesConfig, *, resolve: Resolve = resolve) -> None:
         self._config = config
         self._resolve = resolve
+        self.outcomes = Counter(dict.fromkeys(FETCH_OUTCOMES, 0))
         self._num_fetches = 0
         self._client: httpx.AsyncClient | None = None
         self._loop = RenderLoop()
@@ -50,6 +53,18 @@ class ImageFetcher:
 
     async def fetch(self, urls: Sequence[tuple[str, str]]) -> list[bytes]:
         """Return the files of URLs, each with its place in the body. Raises InvalidRequest and Overloaded."""
+        try:
+            files = await self._all(urls)
+        except Overloaded:
+            self.outcomes["overloaded"] += len(urls)
+            raise
+        except InvalidRequest:
+            self.outcomes["refused"] += 1  # the first; others of the request may have come
+            raise
+        self.outcomes["ok"] += len(files)
+        return files
+
+    async def _all(self, urls: Sequence[tuple[str, str]]) -> list[bytes]:
         targets = [(self._target(url, where), where) for url, where in urls]
         if self._num_fetches + len(targets) > self._config.max_fetches:
             raise Overloaded(

@@ -21,7 +21,7 @@ from msgspec import structs
 from kvferry import __version__
 from kvferry.addresses import join_host_port, reachable_host
 from kvferry.config import DEFAULT_POOL, ClusterConfig, ModelConfig, entry_of
-from kvferry.engine.base import Renderer
+from kvferry.engine.base import Renderer, RenderOutcomes
 from kvferry.engine.fork_process import WALL_PER_CPU, ForkProcess, InheritedFile
 from kvferry.engine.forks import ForkLimits
 from kvferry.engine.grammar_checks import STACK_BYTES, GrammarChecks
@@ -219,7 +219,7 @@ class GatewayHost:
             is_ready=lambda: self.readiness().ready,
             read_num_queued=lambda: self._dispatcher.num_queued,
             read_span_counts=self._span_counts,
-            read_grammar_outcomes=lambda: self._models.grammar_outcomes(),
+            read_outcomes=self._outcomes,
             read_admitted=lambda: (self.admission.num_in_flight, *self.admission.in_flight),
             read_num_unread_bytes=lambda: self.app.unread_answers.num_bytes,
             read_num_image_bytes=lambda: self.admission.num_image_bytes,
@@ -419,6 +419,9 @@ class GatewayHost:
     def _refuse_new(self) -> None:
         self.admission.draining = True
         self._note_readiness()
+
+    def _outcomes(self) -> tuple[RenderOutcomes, Mapping[str, int]]:
+        return self._models.outcomes(), self._fetcher.outcomes if self._fetcher is not None else {}
 
     def _volumes_of(self, pool: str) -> Mapping[str, VolumeCosts]:
         return self.volume_pool.costs(self._models.volumes_of(pool))

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvferry.engine.base import RenderOutcomes
 from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
 from kvferry.gateway.model_uses import ModelUses
 from kvferry.gateway.tenant_uses import TenantUses
@@ -21,6 +22,9 @@ from kvferry.telemetry import (
     GRAMMAR_CHECKS,
     HINTED_REQUESTS,
     IMAGE_BYTES_IN_FLIGHT,
+    IMAGE_CHATS,
+    IMAGE_FETCHES,
+    IMAGES,
     INTER_TOKEN,
     MODELS_SEEN,
     PROMPT_TOKENS,
@@ -95,12 +99,15 @@ class GatewayMetrics(RouterMetrics):
         is_ready: Callable[[], bool] = lambda: False,
         read_num_queued: Callable[[], int] = lambda: 0,
         read_span_counts: Callable[[], SpanCounts] = SpanCounts,
-        read_grammar_outcomes: Callable[[], Mapping[str, int]] = dict,
+        read_outcomes: Callable[[], tuple[RenderOutcomes, Mapping[str, int]]] = lambda: (RenderOutcomes(), {}),
         read_admitted: Callable[[], tuple[int, int, int, int]] = lambda: (0, 0, 0, 0),
         read_num_unread_bytes: Callable[[], int] = lambda: 0,
         read_num_image_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`read_admitted` returns the requests, choices, prompt tokens and body bytes in flight."""
+        """`read_outcomes` returns those of renderers and of fetches of images.
+
+        `read_admitted` returns the requests, choices, prompt tokens and body bytes in flight.
+        """
         self.exposition = exposition = Exposition(Exporter.GATEWAY)
         super().__init__(exposition)
         requests = exposition.counter(REQUESTS)
@@ -123,10 +130,7 @@ class GatewayMetrics(RouterMetrics):
         exposition.read((UNREAD_ANSWER_BYTES,), lambda: [Reading(UNREAD_ANSWER_BYTES, (), read_num_unread_bytes())])
         exposition.read((IMAGE_BYTES_IN_FLIGHT,), lambda: [Reading(IMAGE_BYTES_IN_FLIGHT, (), read_num_image_bytes())])
         exposition.read((GATEWAY_SPANS,), lambda: read_spans(GATEWAY_SPANS, read_span_counts()))
-        exposition.read(
-            (GRAMMAR_CHECKS,),
-            lambda: [Reading(GRAMMAR_CHECKS, (outcome,), num) for outcome, num in read_grammar_outcomes().items()],
-        )
+        exposition.read((GRAMMAR_CHECKS, IMAGE_CHATS, IMAGES, IMAGE_FETCHES), lambda: _of_rendering(*read_outcomes()))
         self.tenants = TenantUses()
         exposition.read(TENANTS_SEEN, self.tenants.readings)
         self.models = ModelUses()
@@ -172,3 +176,15 @@ def _of_volumes(volumes: Iterable[VolumeSample]) -> Iterator[Reading]:
         yield Reading(VOLUME_CAPACITY, key, state.capacity_bytes)
         yield Reading(VOLUME_QUEUED, key, state.queue_bytes)
         yield Reading(VOLUME_RATE, key, state.read_bytes_per_s)
+
+
+def _of_rendering(rendering: RenderOutcomes, fetches: Mapping[str, int]) -> Iterator[Reading]:
+    counted = {
+        GRAMMAR_CHECKS: rendering.grammars,
+        IMAGE_CHATS: rendering.image_chats,
+        IMAGES: rendering.images,
+        IMAGE_FETCHES: fetches,
+    }
+    for metric, outcomes in counted.items():
+        for outcome, num in outcomes.items():
+            yield Reading(metric, (outcome,), num)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.config import DEFAULT_POOL, ClusterConfig, entry_of
-from kvferry.engine.base import RenderedPrompt, Renderer
+from kvferry.engine.base import RenderedPrompt, Renderer, RenderOutcomes
 from kvferry.errors import InvalidRequest, KvferryError, ModelNotFound, NoDecodeWorker, NotReady
 from kvferry.gateway.canary import diverted_to
 from kvferry.gateway.model_names import ModelNames
@@ -127,7 +128,7 @@ class Models:
         self._loading: dict[str, asyncio.Task[None]] = {}  # by pool
         self._closing = TaskSet()
         self._is_started = False
-        self._past_outcomes: Counter[str] = Counter()  # of models that are gone
+        self._past_outcomes = RenderOutcomes()  # of models that are gone
         self.pools: tuple[str, ...] = ()  # by their configured names, beside the default one
         self._set(config)
 
@@ -179,12 +180,10 @@ class Models:
             return default.current.volumes.get(pool) if default is not None and entry_of(pool) == pool else None
         return model.volumes[entry_of(pool)]
 
-    def grammar_outcomes(self) -> Mapping[str, int]:
-        found: Counter[str] = Counter(self._past_outcomes)
-        for model in self:
-            if model.renderer is not None:
-                found.update(model.renderer.grammar_outcomes)
-        return found
+    def outcomes(self) -> RenderOutcomes:
+        """Return the sums of all renderers, with those of models that are gone."""
+        renderers = [model.renderer for model in self if model.renderer is not None]
+        return functools.reduce(_sum, (renderer.outcomes for renderer in renderers), self._past_outcomes)
 
     # Names
 
@@ -381,5 +380,14 @@ class Models:
             if (loading := self._loading.get(model.pool)) is not None and model.renderer is None:
                 loading.cancel()
             if model.renderer is not None:
-                self._past_outcomes.update(model.renderer.grammar_outcomes)
+                self._past_outcomes = _sum(self._past_outcomes, model.renderer.outcomes)
             model.retire(self._closing)
+
+
+def _sum(one: RenderOutcomes, other: RenderOutcomes) -> RenderOutcomes:
+    def added(name: str) -> Mapping[str, int]:
+        found = Counter(getattr(one, name))
+        found.update(getattr(other, name))  # unlike `+`, which drops zeros
+        return found
+
+    return RenderOutcomes(*map(added, one.__struct_fields__))

@@ -7,6 +7,7 @@ import base64
 import inspect
 import io
 import json
+import shutil
 import struct
 import zlib
 from array import array
@@ -28,7 +29,7 @@ from kvferry.config import ModelConfig
 from kvferry.engine.base import ChatImage, RenderedPrompt
 from kvferry.engine.image_chats import AskedImage, ImageChat, ImageChats, RefusedChat
 from kvferry.engine.vllm.renderer import VllmRenderer
-from kvferry.errors import ContextLengthExceeded, InvalidRequest
+from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from kvferry.gateway.lifecycle import build_renderer
 from support.waiting import until
 
@@ -322,6 +323,38 @@ async def test_a_processor_short_of_memory_is_no_fault_of_the_image() -> None:
 
 async def test_an_image_of_the_most_pixels_is_taken(renderer: VllmRenderer) -> None:
     assert (await render(renderer, file_of(Image.new("RGB", (1024, 1024), "red")))).images
+
+
+async def test_a_folder_without_an_image_processor_is_refused_when_the_gateway_starts(
+    folder: str, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (copy / name).unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match=r"model: its image processor cannot be made: .*max_per_request 0"):
+        await asyncio.to_thread(build_renderer, configuration.parse(CONFIG), str(copy))
+    texts = await asyncio.to_thread(VllmRenderer, str(copy), "m", ModelConfig())
+    assert not texts.takes_images
+    await texts.close()
+
+
+@pytest.mark.parametrize("has_image", [False, True])
+async def test_a_template_s_refusal_says_that_it_is_the_template_s(
+    folder: str, tmp_path: Path, has_image: bool
+) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% if messages %}{{ raise_exception('no answers today') }}{% endif %}")
+    config = configuration.parse({**CONFIG, "model": {"chat_template": str(file)}})
+    made = await asyncio.to_thread(build_renderer, config, folder)
+    assert isinstance(made, VllmRenderer)
+    made.start()
+    try:
+        with pytest.raises(InvalidRequest) as refused:
+            await render(made, *([FORMATS["png"]] if has_image else []))
+    finally:
+        await made.close()
+    assert refused.value.message == "messages: the model's chat template refuses them: no answers today"
+    assert refused.value.param == "messages"
 
 
 async def test_texts_and_images_keep_the_template_that_the_gateway_read(folder: str, tmp_path: Path) -> None:

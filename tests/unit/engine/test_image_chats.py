@@ -71,6 +71,7 @@ async def test_the_same_image_is_prepared_once_for_each_salt(chats: ImageChats) 
     assert len(chats._kept) == 1
     await render(chats, "ok", salt="another tenant's")
     assert len(chats._kept) == 2
+    assert chats.image_outcomes == {"prepared": 2, "kept": 1}
 
 
 async def test_kept_images_are_limited_and_the_oldest_go_first(chats: ImageChats) -> None:
@@ -114,6 +115,7 @@ async def test_what_exhausts_a_fork_is_refused_and_ends_nothing_else(chats: Imag
     assert "the images cannot be prepared: refused because" in await refusal(chats, "refuse")
     await render(chats, "ok again")
     assert chats._process.pid == pid
+    assert chats.outcomes == {"ok": 2, "refused": 1, "cpu_time": 1, "memory": 1, "crashed": 2, "late": 0}
     assert not psutil.Process(pid).children()
 
 

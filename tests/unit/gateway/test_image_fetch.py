@@ -225,6 +225,7 @@ async def test_slow_hosts_are_left_after_a_time_and_count_until_then() -> None:
         await until(lambda: not one.num_open)
         one.is_silent, one.answer = False, ok(FILE)
         assert await images.fetch([(url, WHERE)]) == [FILE]
+        assert images.outcomes == {"ok": 1, "refused": 1, "overloaded": 1}
 
 
 async def test_a_client_that_leaves_ends_its_fetch() -> None:

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from kvferry import config as configuration
-from kvferry.engine.base import RenderedPrompt, Sampling
+from kvferry.engine.base import RenderedPrompt, RenderOutcomes, Sampling
 from kvferry.engine.sim import SimRenderer
 from kvferry.errors import InvalidRequest, ModelNotFound, NoDecodeWorker, NotReady
 from kvferry.gateway.models import MAX_NAMED, Models
@@ -123,6 +123,22 @@ async def test_of_two_changes_the_model_that_has_workers_answers_on() -> None:
     served.with_workers.add(pools[2])
     await until(lambda: served.route("a") == ("a", pools[2]))
     assert len(tuple(served.models)) == 2, "the default model, and this one"
+    await served.models.close()
+
+
+async def test_outcomes_of_models_that_are_gone_still_count() -> None:
+    class Counting(SimRenderer):
+        @property
+        def outcomes(self) -> RenderOutcomes:
+            return RenderOutcomes(grammars={"ok": 2, "late": 0}, images={"kept": 1})
+
+    served, pools = await started(make_renderer=lambda config, folder: Counting(512))
+    await until(lambda: not served.models.missing())
+    assert served.models.outcomes().grammars == {"ok": 4, "late": 0}
+    served.models.apply(configuration.parse(changed(served, 2)))
+    served.with_workers.add(pools[1])
+    await until(lambda: served.route("a") == ("a", pools[1]))
+    assert served.models.outcomes() == RenderOutcomes(grammars={"ok": 6, "late": 0}, images={"kept": 3})
     await served.models.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
-from kvferry.engine.base import ChatImage, RenderedPrompt, Sampling
+from kvferry.engine.base import ChatImage, RenderedPrompt, RenderOutcomes, Sampling
 from kvferry.engine.sim.parsing import check_name, parse_of
 from kvferry.engine.sim.tokenizer import ROLE_TO_MARKER, SimTokenizer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
@@ -55,8 +55,8 @@ class SimRenderer:
         return self._max_model_len
 
     @property
-    def grammar_outcomes(self) -> Mapping[str, int]:
-        return {}  # engines of the simulation carry grammars and compile none
+    def outcomes(self) -> RenderOutcomes:
+        return RenderOutcomes()  # engines of the simulation carry grammars and compile none
 
     def start(self) -> None:
         pass

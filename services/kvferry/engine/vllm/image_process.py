@@ -188,6 +188,8 @@ def _first_line(error: Exception) -> str:
 
     if isinstance(error, UnidentifiedImageError):
         return "not an image that can be read; expected PNG, JPEG, WebP or GIF"
+    if "could not create decoder object" in str(error):  # of Pillow's WebP, for both
+        return "a damaged WebP file, or one that takes more memory than gateway.images.memory_mib"
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 

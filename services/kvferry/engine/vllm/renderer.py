@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from kvferry.config import ModelConfig
-from kvferry.engine.base import ChatImage, Parse, RenderedPrompt
+from kvferry.engine.base import ChatImage, Parse, RenderedPrompt, RenderOutcomes
 from kvferry.engine.grammar_checks import GrammarChecks
 from kvferry.engine.image_chats import ImageChats
 from kvferry.engine.vllm.model_kinds import IMAGE_ARCHITECTURES
@@ -67,6 +67,8 @@ class VllmRenderer:
         self._vllm = VllmPrompts(model_folder, served_name, model)
         self._grammars = grammars
         self._images = images if self._vllm.model_config.architecture in IMAGE_ARCHITECTURES else None
+        if self._images is not None:
+            self._vllm.require_image_processor()
         self._model = model
         config = self._vllm.model_config
         self._max_model_len = int(config.max_model_len)
@@ -112,8 +114,13 @@ class VllmRenderer:
         return self._max_model_len
 
     @property
-    def grammar_outcomes(self) -> Mapping[str, int]:
-        return self._grammars.outcomes if self._grammars is not None else {}
+    def outcomes(self) -> RenderOutcomes:
+        grammars, images = self._grammars, self._images
+        return RenderOutcomes(
+            grammars=grammars.outcomes if grammars is not None else {},
+            image_chats=images.outcomes if images is not None else {},
+            images=images.image_outcomes if images is not None else {},
+        )
 
     @property
     def takes_images(self) -> bool:

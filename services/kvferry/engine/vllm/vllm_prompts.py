@@ -86,6 +86,19 @@ class VllmPrompts:
             self._check_vocabulary(rendered)
         return [_as_rendered(one) for one in rendered]
 
+    def require_image_processor(self) -> None:
+        """Raises ConfigError where the model's image processor cannot be made."""
+        # vLLM starts without, and fails on each image.
+        try:
+            self.online.renderer.get_mm_processor().info.get_hf_processor()
+        except Exception as error:
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"model: its image processor cannot be made: {why[:300]}. Its files, such as preprocessor_config.json, "
+                "belong beside the tokenizer; with gateway.images.max_per_request 0 no images are taken",
+                param="model",
+            ) from None
+
     def _check_vocabulary(self, rendered: Sequence[Any]) -> None:
         """vLLM leaves this to the engine, which cannot name the field."""
         from vllm.exceptions import VLLMClientError
@@ -107,18 +120,27 @@ class VllmPrompts:
             # vLLM's wrapping validators add parts such as "function-wrap[...]".
             where = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
             raise InvalidRequest(f"{where or 'body'}: {fault['msg']}", param=where or None) from None
-        except (VLLMClientError, ValueError, TypeError) as error:
-            raise _from_vllm(str(error), getattr(error, "parameter", None)) from None
         except Exception as error:
-            # Chat templates raise jinja2.TemplateError for messages they refuse, e.g. roles out of order.
-            if type(error).__module__.startswith("jinja2"):
+            # Chat templates raise jinja2.TemplateError for messages they refuse, e.g. roles out of order; vLLM passes
+            # its text on alone.
+            if _is_of_template(error):
                 raise InvalidRequest(
-                    f"messages: the model's chat template refuses them: {error}", param="messages"
+                    f"messages: the model's chat template refuses them: {str(error)[:300]}", param="messages"
                 ) from None
+            if isinstance(error, VLLMClientError | ValueError | TypeError):
+                raise _from_vllm(str(error), getattr(error, "parameter", None)) from None
             raise
         if isinstance(result, ErrorResponse):
             raise _from_vllm(result.error.message, result.error.param)
         return result
+
+
+def _is_of_template(error: BaseException | None) -> bool:
+    while error is not None:
+        if type(error).__module__.startswith("jinja2"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _from_vllm(message: str, param: str | None) -> KvferryError:
