@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from kvferry.engine.base import ChatImage, Parse, PromptImage, RenderedPrompt, Sampling
+from kvferry.engine.fair_turns import FairTurns
 from kvferry.engine.fork_process import ForkProcess
 from kvferry.engine.forks import Outcome, Verdict
 from kvferry.errors import EngineError, InvalidRequest, KvferryError, Overloaded, by_code
@@ -105,9 +106,11 @@ class ImageChats:
         """`identity` is `image_identity`'s; `max_prepared_bytes` is of one prompt."""
         self._process = process
         self._identity = identity
-        self._free = asyncio.Semaphore(num_processes)
-        self._max_chats = num_processes + MAX_WAITING
-        self._num_chats = 0
+        self._turns = FairTurns(
+            num_processes,
+            MAX_WAITING,
+            f"{MAX_WAITING} chats with images wait to be rendered, the limit of this gateway",
+        )
         self._max_prepared_bytes = max_prepared_bytes
         self._cache_bytes = cache_bytes
         self._num_kept_bytes = 0
@@ -118,7 +121,7 @@ class ImageChats:
         self._kept: OrderedDict[tuple[str, str], PreparedImage] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"<ImageChats chats={self._num_chats} kept={len(self._kept)}, {self._num_kept_bytes} bytes>"
+        return f"<ImageChats {self._turns!r} kept={len(self._kept)}, {self._num_kept_bytes} bytes>"
 
     def start(self) -> None:
         self._process.start()
@@ -127,17 +130,8 @@ class ImageChats:
         await self._process.close()
 
     async def render(self, body: Mapping[str, Any], images: Sequence[ChatImage], salt: str) -> RenderedPrompt:
-        """Raises InvalidRequest, ContextLengthExceeded, Overloaded and NotReady."""
-        if self._num_chats >= self._max_chats:
-            raise Overloaded(f"{MAX_WAITING} chats with images wait to be rendered, the limit of this gateway")
-        self._num_chats += 1
-        try:
-            return await self._render(body, images, salt)
-        finally:
-            self._num_chats -= 1
-
-    async def _render(self, body: Mapping[str, Any], images: Sequence[ChatImage], salt: str) -> RenderedPrompt:
-        await self._free.acquire()
+        """`salt` is the tenant's. Raises InvalidRequest, ContextLengthExceeded, Overloaded and NotReady."""
+        await self._turns.begin(salt)
         asking: asyncio.Task[Verdict] | None = None
         try:
             asked = self._asked(images, salt)
@@ -147,7 +141,7 @@ class ImageChats:
             asking.add_done_callback(self._end_turn)
         finally:
             if asking is None:
-                self._free.release()
+                self._turns.end()
         verdict = await asyncio.shield(asking)
         if verdict.outcome is not Outcome.OK:
             self.outcomes[verdict.outcome] += 1
@@ -162,7 +156,7 @@ class ImageChats:
         return self._rendered(chat, asked, salt)
 
     def _end_turn(self, asking: asyncio.Task[Verdict]) -> None:
-        self._free.release()
+        self._turns.end()
         if not asking.cancelled():
             asking.exception()  # all that asked may have left
 

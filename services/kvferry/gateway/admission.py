@@ -38,6 +38,7 @@ OF_POOL = " of pool "
 _CHOICES = "choices"
 _TOKENS = "prompt tokens"
 _IMAGE_BYTES = "bytes of images"
+_FETCHES = "fetches of images"
 _NO_USE = Usage()
 
 
@@ -193,6 +194,17 @@ class Claim:
         self.num_image_bytes = num_bytes
         admission.num_image_bytes += num_more
         admission.count(self.tenant, _IMAGE_BYTES, num_more)
+
+    @contextlib.contextmanager
+    def fetching(self, num_images: int, num_running: int, most: int) -> Iterator[None]:
+        """Raises as `take_choices` does."""
+        admission = self._admission
+        admission.require_tenants_part(self.tenant, _FETCHES, num_images, num_running, most, param="messages")
+        admission.count(self.tenant, _FETCHES, num_images)
+        try:
+            yield
+        finally:
+            admission.count(self.tenant, _FETCHES, -num_images)
 
     def take_answer(self, prompts: Sequence[RenderedPrompt], n: int) -> None:
         """Take the prompts' tokens and images for an answer of `n` choices per prompt; give the body's bytes back.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kvferry.config import ImagesConfig
@@ -27,6 +28,11 @@ _SIGNATURES = {
 
 
 class Fetcher(Protocol):
+    @property
+    def num_fetches(self) -> int:
+        """How many run now."""
+        ...
+
     async def fetch(self, urls: Sequence[tuple[str, str]]) -> list[bytes]:
         """Return the files of URLs, each with its place in the body, for errors. Raises as `load`."""
         ...
@@ -35,6 +41,10 @@ class Fetcher(Protocol):
 class Holder(Protocol):
     def hold_images(self, num_bytes: int) -> None:
         """Raises Overloaded and InvalidRequest."""
+        ...
+
+    def fetching(self, num_images: int, num_running: int, most: int) -> AbstractContextManager[None]:
+        """Return a context for a fetch beside those that run. Raises TenantOverloaded and InvalidRequest."""
         ...
 
 
@@ -89,7 +99,8 @@ class ChatImages:
         fetched: list[bytes] = []
         if to_fetch:
             assert self._fetcher is not None
-            fetched = await self._fetcher.fetch(to_fetch)
+            with holder.fetching(len(to_fetch), self._fetcher.num_fetches, self._config.max_fetches):
+                fetched = await self._fetcher.fetch(to_fetch)
         files = {where: data for (_, where), data in zip((*to_decode, *to_fetch), (*decoded, *fetched), strict=True)}
         images = [ChatImage(files[where], where) for _, where in urls]
         for image in images:

@@ -43,13 +43,13 @@ class ImageFetcher:
         self._config = config
         self._resolve = resolve
         self.outcomes = Counter(dict.fromkeys(FETCH_OUTCOMES, 0))
-        self._num_fetches = 0
+        self.num_fetches = 0
         self._client: httpx.AsyncClient | None = None
         self._loop = RenderLoop()
         self._resolvers = ThreadPoolExecutor(_RESOLVERS, thread_name_prefix="resolve-image-host")
 
     def __repr__(self) -> str:
-        return f"<ImageFetcher {self._num_fetches} fetches>"
+        return f"<ImageFetcher {self.num_fetches} fetches>"
 
     async def fetch(self, urls: Sequence[tuple[str, str]]) -> list[bytes]:
         """Return the files of URLs, each with its place in the body. Raises InvalidRequest and Overloaded."""
@@ -66,16 +66,16 @@ class ImageFetcher:
 
     async def _all(self, urls: Sequence[tuple[str, str]]) -> list[bytes]:
         targets = [(self._target(url, where), where) for url, where in urls]
-        if self._num_fetches + len(targets) > self._config.max_fetches:
+        if self.num_fetches + len(targets) > self._config.max_fetches:
             raise Overloaded(
-                f"this gateway fetches {self._num_fetches} images, and the request names {len(targets)}; "
+                f"this gateway fetches {self.num_fetches} images, and the request names {len(targets)}; "
                 f"gateway.images.max_fetches is {self._config.max_fetches}"
             )
-        self._num_fetches += len(targets)
+        self.num_fetches += len(targets)
         try:
             return await self._loop.run(self._fetch_all(targets))
         finally:
-            self._num_fetches -= len(targets)
+            self.num_fetches -= len(targets)
 
     async def close(self) -> None:
         """Idempotent."""

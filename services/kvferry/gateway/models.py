@@ -181,7 +181,7 @@ class Models:
         return model.volumes[entry_of(pool)]
 
     def outcomes(self) -> RenderOutcomes:
-        """Return the sums of all renderers, with those of models that are gone."""
+        """Return sums, with models that are gone."""
         renderers = [model.renderer for model in self if model.renderer is not None]
         return functools.reduce(_sum, (renderer.outcomes for renderer in renderers), self._past_outcomes)
 

@@ -164,7 +164,7 @@ async def test_forks_of_clients_that_left_have_their_turns_to_the_end(chats: Ima
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
     waiting = asyncio.create_task(render(chats, "ok again"))
-    await until(lambda: chats._free.locked() and chats._num_chats == 1)
+    await until(lambda: chats._turns.num_waiting == 1)
     assert len(process.children()) == 2
     for fork in process.children():
         fork.kill()

@@ -137,6 +137,13 @@ def test_a_tenant_holds_no_more_of_a_gateway_than_is_left_for_others() -> None:
             flood.claim.take_prompt_tokens(3201)
         flood.claim.take_prompt_tokens(3200)
         other.claim.take_prompt_tokens(1600)
+        with flood.claim.fetching(8, 0, 16):
+            with pytest.raises(TenantOverloaded, match="9 fetches of images in flight at this gateway, and 7 of 16"):
+                flood.claim.fetching(1, 8, 16).__enter__()
+            with other.claim.fetching(4, 8, 16), pytest.raises(TenantOverloaded):
+                other.claim.fetching(1, 12, 16).__enter__()
+        with flood.claim.fetching(8, 0, 16), pytest.raises(InvalidRequest, match="9 fetches of images are too many"):
+            flood.claim.fetching(9, 0, 16).__enter__()
     assert not gateway._held
     assert gateway.in_flight == (0, 0, 0)
 

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -30,13 +31,21 @@ WHERE = "messages[0].content[0]"
 class Held:
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.fetches = (0, 0, 0)
 
     def hold_images(self, num_bytes: int) -> None:
         self.sizes.append(num_bytes)
 
+    @contextlib.contextmanager
+    def fetching(self, num_images: int, num_running: int, most: int) -> Iterator[None]:
+        self.fetches = num_images, num_running, most
+        yield
+
 
 class Fetched:
     """A fetcher that has the files."""
+
+    num_fetches = 3  # of others
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
@@ -96,6 +105,7 @@ async def test_files_come_in_the_order_of_their_parts_and_urls_leave_the_body() 
     # A file that is fetched may have the largest size until it is there.
     sizes = len(PNG) + len(FILES["jpeg"])
     assert held.sizes == [sizes + 1024, sizes + len(FILES["gif"])]
+    assert held.fetches == (1, 3, ImagesConfig().max_fetches)
 
 
 async def test_a_chat_without_images_holds_nothing() -> None:

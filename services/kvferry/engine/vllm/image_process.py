@@ -137,7 +137,7 @@ def _is_of_memory(error: BaseException | None) -> bool:
 
 
 def _not_taken(images: Sequence[AskedImage]) -> InvalidRequest:
-    """Return the refusal of images that the model's processor fails on, without its words: they show objects."""
+    # Without the processor's own words, which show objects.
     sizes = [f"{image.where} of {' x '.join(map(str, _size(image.data)))} pixels" for image in images[:_MAX_NAMED]]
     others = f" and {len(images) - len(sizes)} more" if len(images) > len(sizes) else ""
     which = "this image" if len(images) == 1 else "one of these images"
