@@ -45,9 +45,10 @@ class ImageRenderer(SimRenderer):
 
 @asynccontextmanager
 async def with_images(
-    *, models: Sequence[Mapping[str, Any]] = (), **images: Any
+    *, models: Sequence[Mapping[str, Any]] = (), canary: Mapping[str, float] | None = None, **images: Any
 ) -> AsyncIterator[tuple[SimCluster, ImageRenderer, httpx.AsyncClient]]:
-    async with running(1, 1, gateway={"images": images}, models=models) as cluster:
+    model = {"path": MODEL, "canary": canary or {}}
+    async with running(1, 1, gateway={"images": images}, models=models, model=model) as cluster:
         renderer = ImageRenderer()
 
         def make(_: ClusterConfig, __: str) -> ImageRenderer:
@@ -104,6 +105,17 @@ async def test_entries_of_models_take_none() -> None:
         assert answer.status_code == 400
         assert answer.json()["error"]["message"] == "messages[0].content[0]: this model takes no images"
         assert not renderer.seen
+
+
+async def test_a_share_for_an_entry_of_models_leaves_chats_with_images_to_the_model() -> None:
+    async with with_images(models=[{"name": "alpha"}], canary={"alpha": 100}) as (_, renderer, http):
+        answer = await post(http, image(url_of(PNG)))
+        assert answer.status_code == 200, answer.text
+        assert len(renderer.seen) == 1
+        assert (await post(http, {"type": "text", "text": "x"})).status_code == 200
+        metrics = (await http.get("/metrics")).text
+        for model in ("default", "alpha"):
+            assert f'kvferry_model_requests_total{{asked="default",model="{model}",outcome="ok"}} 1.0' in metrics
 
 
 async def test_images_in_flight_are_limited_and_given_back_with_their_requests() -> None:

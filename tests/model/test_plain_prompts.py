@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import random
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -332,3 +333,20 @@ def test_a_template_of_the_configuration_takes_the_place_of_the_models(tmp_path:
     for more in ({}, {"tools": tools, "tool_choice": "none"}):
         (expected,) = asyncio.run(made.render_completion({"prompt": "[user] hello\n[answer]", "max_tokens": 4}))
         assert list(asyncio.run(made.render_chat({**body, **more})).token_ids) == list(expected.token_ids)
+
+
+async def test_a_template_that_takes_too_long_is_no_end_of_the_requests_time(
+    renderer: VllmRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def time_out(rendering: Awaitable[Any]) -> None:
+        await rendering
+        raise TimeoutError("Chat template rendering timed out after 30.0s.")
+
+    hf = renderer._vllm.online.renderer
+    assert "raise TimeoutError(" in inspect.getsource(type(hf)._render_with_timeout)
+    monkeypatch.setattr(hf, "_render_with_timeout", time_out)
+    body = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"a": 1}, "max_tokens": 4}
+    with pytest.raises(InvalidRequest, match=r"messages: the model's chat template takes over 30 s for them"):
+        await renderer.render_chat(body)
+    monkeypatch.undo()
+    assert (await renderer.render_chat(body)).token_ids

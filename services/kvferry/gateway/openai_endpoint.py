@@ -18,7 +18,7 @@ from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.canary import beginning_of
-from kvferry.gateway.chat_images import ChatImages
+from kvferry.gateway.chat_images import ChatImages, image_parts
 from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort, salt_of
 from kvferry.gateway.json_values import MAX_VALUES, check_num_values
 from kvferry.gateway.large_bodies import in_thread_if_large, join
@@ -85,7 +85,13 @@ class OpenAI:
         await check_num_values(raw, MAX_VALUES)
         body, fields = await _read(read_chat, raw)
         model, adapter = self._adapters.resolve(body.model, tenant)
-        claim.route = route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)
+        claim.route = route = self._models.route(
+            model,
+            tenant,
+            lambda: beginning_of(body),
+            adapter=adapter,
+            has_images=next(image_parts(body.messages), None) is not None,
+        )
         claim.take_choices(body.n or 1)
         with route.model.rendering() as renderer:
             messages = fields["messages"]

@@ -32,6 +32,10 @@ def read_chat_template(model: ModelConfig) -> str | None:
         _refuse(file, f"line {error.lineno}: {str(error.message)[:200]}")
     except RecursionError:
         _refuse(file, "it is nested too deeply")
+    except SyntaxError as error:  # of the Python that Jinja makes of it; its lines are not the file's
+        _refuse(file, f"Python cannot compile it: {str(error.msg)[:200]}")
+    except ValueError as error:
+        _refuse(file, str(error)[:200])
     if "messages" not in variables:
         _refuse(file, "it does not use `messages`, so it is no template of a chat")
     return text
@@ -46,7 +50,8 @@ def _read(file: Path) -> str:
     if len(content) > MAX_BYTES:
         _refuse(file, f"it has more than {MAX_BYTES} bytes")
     try:
-        return content.decode("utf-8")
+        # A mark of the encoding at the beginning would be the first character of every prompt.
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         _refuse(file, "it is no UTF-8")
 

@@ -110,6 +110,7 @@ class VllmPrompts:
                 raise InvalidRequest(f"prompt: {error}", param="prompt") from None
 
     async def _render(self, render: Any, kind: Any, body: Mapping[str, Any]) -> Any:
+        from vllm import envs
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
         from vllm.exceptions import VLLMClientError
 
@@ -120,6 +121,12 @@ class VllmPrompts:
             # vLLM's wrapping validators add parts such as "function-wrap[...]".
             where = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
             raise InvalidRequest(f"{where or 'body'}: {fault['msg']}", param=where or None) from None
+        except TimeoutError:
+            # Of vLLM's own limit. Past this method it would be taken for the end of the request's time.
+            raise InvalidRequest(
+                f"messages: the model's chat template takes over {envs.VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT:g} s for them",
+                param="messages",
+            ) from None
         except Exception as error:
             # Chat templates raise jinja2.TemplateError for messages they refuse, e.g. roles out of order; vLLM passes
             # its text on alone.

@@ -24,6 +24,12 @@ def test_a_template_is_read_as_it_is(tmp_path: Path) -> None:
     assert len(read_chat_template(ModelConfig(chat_template=file)) or "") == MAX_BYTES
 
 
+def test_a_mark_of_the_encoding_is_no_part_of_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_bytes(b"\xef\xbb\xbf" + TEMPLATE.encode())
+    assert read_chat_template(ModelConfig(chat_template=file)) == TEMPLATE
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -33,6 +39,9 @@ def test_a_template_is_read_as_it_is(tmp_path: Path) -> None:
         (b"", "it does not use `messages`"),
         (b"{{ messages }}\xff", "it is no UTF-8"),
         (b"{{ messages }}" + b" " * MAX_BYTES, f"it has more than {MAX_BYTES} bytes"),
+        (b"{{ messages }}{% break %}", "Python cannot compile it: 'break' outside loop"),
+        (b"{% if messages %}" * 150 + b"{% endif %}" * 150, "Python cannot compile it: too many levels of indentation"),
+        (b"{{ messages }}{{ " + b"9" * 5000 + b" }}", "Exceeds the limit (4300 digits)"),
         (b"{{ messages" + b"(" * 5000 + b")" * 5000 + b" }}", "it is nested too deeply"),
     ],
 )
