@@ -39,8 +39,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from kvferry import collector, model_folder
 from kvferry import config as configuration
-from kvferry import model_folder
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Renderer
 from kvferry.errors import KvferryError
@@ -103,6 +103,8 @@ async def run_worker(config: ClusterConfig, kind: str) -> None:
     member_kind = MemberKind(kind)
     host = WorkerHost(config, member_kind, build_engine(config, member_kind, MODEL), MemoryMembership(MemoryRegistry()))
     await host.start()
+    collector.collect_rarely()  # as a replica does
+    collector.freeze_loaded()
     try:
         import msgspec
 

@@ -30,7 +30,7 @@ from ray.serve._private import replica
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvferry import __version__
+from kvferry import __version__, collector
 from kvferry import config as configuration
 from kvferry.addresses import NODE_ADDRESS_VARIABLE
 from kvferry.config import ROLES, ClusterConfig, ModelEntryConfig, RoleConfig
@@ -91,6 +91,8 @@ class _WorkerReplica:
         except BaseException:
             await self._host.stop()
             raise
+        collector.collect_rarely()
+        collector.freeze_loaded()
 
     async def check_health(self) -> None:
         await self._host.check_health()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import itertools
 import logging
 import os
@@ -18,7 +17,7 @@ import msgspec
 import uvicorn
 from msgspec import structs
 
-from kvferry import __version__
+from kvferry import __version__, collector
 from kvferry.addresses import join_host_port, reachable_host
 from kvferry.config import DEFAULT_POOL, ClusterConfig, ModelConfig, entry_of
 from kvferry.engine.base import Renderer, RenderOutcomes
@@ -65,11 +64,6 @@ from kvferry.served_model import identity
 from kvferry.tracing import Tracing, start_tracing
 
 log = logging.getLogger(__name__)
-
-# A request leaves some objects behind that live on (what `explain` is asked for): at Python's 700 that is a collection
-# every few dozen requests, 7 % of their time, and the full ones among them hold up all streams.
-# A collection of the second generation sees 15,000 new objects at most: one of 100,000 took 18 ms.
-GC_THRESHOLDS = (5_000, 2, 100)
 
 # A thread that reads or renders a long body keeps the interpreter from the event loop for so long, each time that the
 # loop has released it: for the writes of 64 streams, 64 times in a turn. Python has 5 ms.
@@ -261,7 +255,7 @@ class GatewayHost:
 
     async def start(self) -> None:
         """Listen, load the renderer, and return; workers may still be missing."""
-        gc.set_threshold(*GC_THRESHOLDS)
+        collector.collect_rarely()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         for name in _REQUEST_LOGGERS:
             limit_log(logging.getLogger(name))

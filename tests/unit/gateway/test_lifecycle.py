@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from kvferry.gateway.lifecycle import GC_THRESHOLDS, SWITCH_INTERVAL_S
+from kvferry.collector import THRESHOLDS
+from kvferry.gateway.lifecycle import SWITCH_INTERVAL_S
 
 PROGRAM = """
 import asyncio, gc, json, sys
@@ -34,6 +35,6 @@ asyncio.run(main())
 def test_a_gateway_sets_garbage_collection_and_the_switch_interval() -> None:
     result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60)
     before, after = json.loads(result.stdout)
-    assert after["gc"] == list(GC_THRESHOLDS) != before["gc"]
+    assert after["gc"] == list(THRESHOLDS) != before["gc"]
     assert after["switch_interval_s"] == pytest.approx(SWITCH_INTERVAL_S)
     assert before["switch_interval_s"] > 2 * SWITCH_INTERVAL_S

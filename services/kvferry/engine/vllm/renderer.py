@@ -6,9 +6,7 @@ Importing takes about 8 s of CPU: do it once, at start-up.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import functools
-import gc
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,6 +15,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
+from kvferry import collector
 from kvferry.config import ModelConfig
 from kvferry.engine.base import ChatImage, Parse, RenderedPrompt, RenderOutcomes
 from kvferry.engine.grammar_checks import GrammarChecks
@@ -81,7 +80,7 @@ class VllmRenderer:
         # vLLM's renderer keeps the loop that first ran it.
         self._loop = RenderLoop()
         self._plain = self._verified_plain_prompts()
-        _freeze_imported()
+        collector.freeze_loaded()
 
     @property
     def renders_plain_prompts_itself(self) -> bool:
@@ -281,13 +280,6 @@ def _in_parts(prompts: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
             first, cost = number, 0
         cost += cost_of_one
     yield prompts[first:], cost
-
-
-def _freeze_imported() -> None:
-    """Leave the 630,000 imported objects out of garbage collections: a full one would pause all streams for 0.3 s."""
-    gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # else extension modules report leaks at exit
 
 
 def _asked_grammar(body: Mapping[str, Any]) -> str | None:
