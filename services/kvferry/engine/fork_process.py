@@ -167,9 +167,20 @@ class _Process:
     @classmethod
     async def started(cls, command: Sequence[str], inherited: Sequence[int]) -> _Process:
         ours, theirs = socket.socketpair()
-        with theirs:
-            popen = await asyncio.to_thread(_popen, command, theirs, inherited)
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        starting = asyncio.create_task(asyncio.to_thread(_popen, command, theirs, inherited))
+        try:
+            popen = await asyncio.shield(starting)
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            # The thread goes on where this is cancelled, and its process would be left behind.
+            await asyncio.wait([starting])
+            ours.close()
+            if starting.exception() is None:
+                starting.result().kill()
+                await asyncio.to_thread(starting.result().wait)
+            raise
+        finally:
+            theirs.close()
         number_to_answer = {READY: asyncio.get_running_loop().create_future()}
         reading = asyncio.create_task(_read_answers(reader, number_to_answer))
         return cls(popen, writer, reading, number_to_answer)

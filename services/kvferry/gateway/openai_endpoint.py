@@ -108,7 +108,7 @@ class OpenAI:
             if body.include_reasoning is False and num_top is not None:
                 # Log-probabilities would reveal the reasoning's tokens.
                 num_top = None
-                rendered = dataclasses.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
+                rendered = structs.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
         route.model.require_supported([rendered], route.pool)
         claim.take_answer([rendered], body.n or 1)
         answer = self._answer(

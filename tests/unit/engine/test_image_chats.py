@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -169,6 +173,28 @@ async def test_forks_of_clients_that_left_have_their_turns_to_the_end(chats: Ima
     for fork in process.children():
         fork.kill()
     assert (await waiting).images
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 3, 5, 10, 50])
+async def test_closing_while_the_process_starts_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch, num_turns: int
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    real = fork_process._popen
+
+    def slow(*arguments: Any) -> subprocess.Popen[bytes]:
+        time.sleep(0.02)  # of a machine that is busy
+        started.append(real(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(fork_process, "_popen", slow)
+    chats = made()
+    chats.start()
+    for _ in range(num_turns):
+        await asyncio.sleep(0.001)
+    await chats.close()
+    assert all(each.returncode is not None for each in started)
+    gc.collect()  # a socket that was left open would warn
 
 
 async def test_a_process_that_dies_is_started_again(chats: ImageChats, monkeypatch: pytest.MonkeyPatch) -> None:
