@@ -508,7 +508,7 @@ class ImagesConfig(_Section):
     max_per_request: int = Field(8, ge=0, le=MAX_PROMPT_IMAGES)  # 0: none are taken
     max_bytes: int = Field(8 << 20, ge=1024, le=32 << 20)  # of an image's file; those in a body fit the body's limit
     # Width times height of one. More takes more of memory_mib: with a tiny model 1,024 MiB were enough for 32,000,000
-    # and not for 67,000,000, where a WebP's error speaks of its decoder.
+    # and not for 67,000,000.
     max_pixels: int = Field(16 << 20, ge=1, le=128 << 20)
     # What the model's processor makes of a request's images travels to a prefill worker in one message.
     max_prepared_mib: int = Field(32, ge=1, le=48)

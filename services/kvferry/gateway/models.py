@@ -207,7 +207,7 @@ class Models:
         conversation: Callable[[], bytes] = bytes,
         *,
         adapter: str = "",
-        has_images: bool = False,
+        has_images: Callable[[], bool] = lambda: False,
         param: str | None = "model",
     ) -> Route:
         """Raises ModelNotFound, and NoDecodeWorker for a tenant whose pool is not configured here.
@@ -226,7 +226,7 @@ class Models:
         entry = self._entries[asked]
         # Neither a contract nor a name of a pool or an adapter leads to another model. Images are for the default model
         # alone: to divert them would refuse a share of the conversations.
-        if entry.canary and not (tenant.pool or pool or adapter or has_images):
+        if entry.canary and not (tenant.pool or pool or adapter or has_images()):
             target = self._entries[diverted_to(entry.canary, tenant.name, asked, conversation) or asked]
             model = self._answering(target)
             if target is not entry and model.renderer is not None and self._has_workers(model.pool):

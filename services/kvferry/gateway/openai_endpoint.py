@@ -90,7 +90,7 @@ class OpenAI:
             tenant,
             lambda: beginning_of(body),
             adapter=adapter,
-            has_images=next(image_parts(body.messages), None) is not None,
+            has_images=lambda: any(image_parts(body.messages)),
         )
         claim.take_choices(body.n or 1)
         with route.model.rendering() as renderer:
