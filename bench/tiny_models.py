@@ -66,6 +66,10 @@ SHOWN: Mapping[str, Callable[[], Any]] = {
     "qwen3-int8": _configured("Qwen3Config", head_dim=32, hidden_size=128, intermediate_size=256),
     "qwen3-fp8": _configured("Qwen3Config", head_dim=32, hidden_size=128, intermediate_size=256),
 }
+# Pages of other sizes than those of any model above, for drafts.
+DRAFTS: Mapping[str, Callable[[], Any]] = {
+    "small-llama": _configured("LlamaConfig", head_dim=64, num_key_value_heads=1, num_hidden_layers=2)
+}
 # Of SHOWN, those whose weights are quantized: largest value, torch's and compressed-tensors' type, and its format.
 _QUANTIZED: Mapping[str, tuple[float, str, str, str]] = {
     "qwen3-int8": (127.0, "int8", "int", "int-quantized"),
@@ -184,12 +188,27 @@ def make_model(name: str, folder: Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    AutoModelForCausalLM.from_config(SHOWN[name]()).to(torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config((SHOWN | DRAFTS)[name]()).to(torch.float32).save_pretrained(folder)
     tokenizer = model_folder.resolve(model_folder.DEFAULT_NAME)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / file, folder / file)
     if name in _QUANTIZED:
         _quantize(name, folder)
+    return folder
+
+
+def make_draft_model(target: Path, folder: Path, *, noise: float) -> Path:
+    """Write a draft model: the target's weights with noise of `noise` times their deviation, always the same."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(target, folder, dirs_exist_ok=True)
+    random = torch.Generator().manual_seed(7)
+    weights = load_file(target / "model.safetensors")
+    for key, each in weights.items():
+        if each.dim() > 1:
+            weights[key] = each + torch.randn(each.shape, generator=random) * each.std() * noise
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -118,9 +118,23 @@ check them in one step. It helps answers that repeat their prompts (code, extrac
 with many, the checked tokens cost more than they save. Answers are those of an engine without, token for token
 (float32, greedy), also after a transfer, from every tier, and when another worker continues them; sampled answers have
 the same distribution, and a seed gives its answer again on engines with the same setting. `min_p` and `logit_bias`,
-which vLLM does not take then, are refused with 400. [Adapters](adapters.md) beside it are refused. Of other methods
-(draft models, EAGLE, MTP) nothing was shown: they need `engine.unproven: [speculative_config]`, and stand in
-`engine.args` instead of `decode.engine.args`, because a draft model has pages of its own.
+which vLLM does not take then, are refused with 400. [Adapters](adapters.md) beside it are refused.
+
+A smaller model can make the drafts, with the same guarantees:
+
+```yaml
+engine:
+  args:
+    speculative_config: {method: draft_model, model: /models/qwen3-0.6b, num_speculative_tokens: 3}
+```
+
+It stands in `engine.args`: the draft model has KV pages of its own beside the model's, which prefill engines compute
+with a prompt, and which are transferred and kept in tiers and on volumes with it. A page holds both, so fewer fit into
+the same memory, and a prefill engine computes every prompt with both models. `model` is a folder on all nodes or a hub
+id; engines exchange pages only if the digests of its files are equal. Of the architectures of [models](models.md), with
+the vocabulary, type and at least the context of the model; refused are sliding windows, quantized weights (of either)
+and `tensor_parallel_size` above 1 beside it. EAGLE and MTP were not shown: they need `engine.unproven:
+[speculative_config]`, and stand in `engine.args` too.
 
 The acceptance rate is a quotient of two counters that vLLM exports, on the [listeners](metrics.md) of decode workers
 (not on the gateway's; `/kvferry/v1/targets` has their addresses). Simulated engines have neither.
@@ -142,7 +156,7 @@ _TITLES = {
     Rule.UNPROVEN: (
         "Unproven",
         "Refused unless `engine.unproven` names them; only in `engine.args`. `speculative_config` of "
-        "[n-grams](#speculative-decoding) alone needs no permission, and stands in `decode.engine.args`.",
+        "[n-grams](#speculative-decoding) needs no permission in `decode.engine.args`, nor of a draft model here.",
     ),
 }
 

@@ -137,7 +137,7 @@ PARTS: Sequence[Part] = (
         "speculation",
         "answers with drafts by n-grams are those without, after transfers, from the CPU tier and continued",
         "tests",
-        _tests("tests/model/test_speculation.py"),
+        _tests("tests/model/test_speculation.py", "tests/model/test_draft_model.py"),
         240,
     ),
     Part(

@@ -902,6 +902,8 @@ class ClusterConfig(_Section):
         for pool, name in itertools.product(("", *self.pools), ROLES):
             try:
                 args = self.role_of(name, pool).engine.args
+                if vllm_arguments.SPECULATION in args and vllm_arguments.draft_model(self.engine.args):
+                    raise ValueError(f"{vllm_arguments.SPECULATION}: engine.args has a draft model, for both roles")
                 check_arguments(args, role=name, unproven=self.engine.unproven, device=self.engine.device)
             except ValueError as error:
                 raise ValueError(f"{f'pools.{pool}.' if pool else ''}{name}.engine.args: {error}") from None

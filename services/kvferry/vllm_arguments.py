@@ -1,8 +1,7 @@
 """Which arguments of vLLM's engine `engine.args` may hold: vLLM's names, with the reason of each decision.
 
-Every name of vLLM 0.32's `AsyncEngineArgs` is in one of four tables: refused (most are set by kvferry), equal in both
-roles and part of the exchange digest, free by role, or unproven (refused unless `engine.unproven` names it). Of an
-unproven argument some values may have been shown to be right: these need no permission.
+Each of vLLM 0.32's `AsyncEngineArgs` is in one of four tables: refused, equal in both roles and part of the exchange
+digest, free by role, or unproven (refused unless `engine.unproven` names it, but for values that were shown).
 """
 
 from __future__ import annotations
@@ -226,21 +225,51 @@ MAX_NGRAM_TOKENS = 1024  # vLLM makes an array of as many for each request and s
 # are no pages beside the model's own.
 _NGRAM_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 
+# A smaller model makes the drafts. Its pages lie beside the model's own and are moved and kept with them, so both roles
+# have it.
+DRAFT_MODEL = "draft_model"
+_DRAFT_MODEL_KEYS = ("method", "model", "num_speculative_tokens")
+_MAX_DRAFT_PATH = 4096  # characters
+
 
 def why_no_ngrams(value: object) -> str:
-    """Return why a `speculative_config` is not one that was shown to give right answers, or an empty string."""
+    """Return why a `speculative_config` of n-grams was not shown to give right answers, or an empty string."""
     if not isinstance(value, Mapping) or value.get("method") != "ngram":
-        return "only speculative decoding with {method: ngram} was shown to give right answers"
-    if unknown := [str(key)[:80] for key in value if key not in _NGRAM_KEYS]:
-        return f"n-grams were shown to give right answers with {', '.join(_NGRAM_KEYS)}, not with {unknown[0]!r}"
-    num_tokens = value.get("num_speculative_tokens")
-    if type(num_tokens) is not int or not 1 <= num_tokens <= MAX_DRAFT_TOKENS:
-        return f"num_speculative_tokens: expected a whole number from 1 to {MAX_DRAFT_TOKENS}"
+        return f"only speculative decoding with method: ngram or {DRAFT_MODEL} was shown to give right answers"
+    if reason := _why_other_keys(value, _NGRAM_KEYS):
+        return reason
     for key in ("prompt_lookup_min", "prompt_lookup_max"):
         length = value.get(key, 1)
         if type(length) is not int or not 1 <= length <= MAX_NGRAM_TOKENS:
             return f"{key}: expected a whole number from 1 to {MAX_NGRAM_TOKENS}"
     return ""
+
+
+def why_no_draft_model(value: Mapping[str, object]) -> str:
+    """Return why a `speculative_config` of a draft model was not shown to give right answers, or an empty string."""
+    if reason := _why_other_keys(value, _DRAFT_MODEL_KEYS):
+        return reason
+    model = value.get("model")
+    if not isinstance(model, str) or not 0 < len(model) <= _MAX_DRAFT_PATH:
+        return "model: expected the draft model's folder or hub id (owner/name)"
+    return ""
+
+
+def _why_other_keys(value: Mapping[str, object], keys: Collection[str]) -> str:
+    if unknown := [str(key)[:80] for key in value if key not in keys]:
+        return f"method {value['method']} was shown with {', '.join(keys)}, not with {unknown[0]!r}"
+    num_tokens = value.get("num_speculative_tokens")
+    if type(num_tokens) is not int or not 1 <= num_tokens <= MAX_DRAFT_TOKENS:
+        return f"num_speculative_tokens: expected a whole number from 1 to {MAX_DRAFT_TOKENS}"
+    return ""
+
+
+def draft_model(args: Mapping[str, object]) -> str:
+    """Return the folder or hub id of the model that makes drafts; empty without one that was shown."""
+    value = args.get(SPECULATION)
+    if not isinstance(value, Mapping) or value.get("method") != DRAFT_MODEL or why_no_draft_model(value):
+        return ""
+    return str(value["model"])
 
 
 def speculates(args: Mapping[str, object]) -> bool:
@@ -265,17 +294,29 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
             reason += f", or {name} beside these args"
         return f"not taken here: {reason}"
     if rule is Rule.UNPROVEN and name not in unproven:
-        reason = f"not shown to give right answers here ({REASONS[name]})"
         if name == SPECULATION:
-            reason = why_no_ngrams(value)
-            if not reason and role == "decode":
-                return ""
-            if not reason:
-                return "prefill engines generate no answers: give it in decode.engine.args"
-        return f"{reason}; to try it at your own risk, add {name!r} to engine.unproven"
+            return _why_no_speculation(value, role)
+        return f"not shown to give right answers here ({REASONS[name]}){_at_own_risk(name)}"
     if role and must_be_equal(name, value):
         return f"both roles need the same: give it in engine.args ({REASONS[name]})"
     return ""
+
+
+def _why_no_speculation(value: object, role: str) -> str:
+    if isinstance(value, Mapping) and value.get("method") == DRAFT_MODEL:
+        reason = why_no_draft_model(value)
+        if not reason:
+            # Prefill engines compute the draft model's pages of a prompt too.
+            return "both roles need the same draft model: give it in engine.args" if role else ""
+    else:
+        reason = why_no_ngrams(value)
+        if not reason:
+            return "" if role == "decode" else "prefill engines generate no answers: give it in decode.engine.args"
+    return reason + _at_own_risk(SPECULATION)
+
+
+def _at_own_risk(name: str) -> str:
+    return f"; to try it at your own risk, add {name!r} to engine.unproven"
 
 
 def must_be_equal(name: str, value: object) -> bool:

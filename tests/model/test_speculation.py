@@ -162,6 +162,14 @@ async def test_log_probabilities_belong_to_their_tokens(pair: VllmPair) -> None:
         assert [each.logprob for each in one] == pytest.approx([each.logprob for each in other], abs=1e-3)
 
 
+@pytest.mark.parametrize("change", [{"top_k": 3}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9}], ids=str)
+async def test_settings_of_sampling_need_no_drafts(pair: VllmPair, change: dict[str, Any]) -> None:
+    """A first step has none."""
+    sampling = Sampling(max_tokens=4, temperature=1.0, ignore_eos=True, **change)
+    tokens, _ = await answer(pair.decode, request(f"first-{change}", pair.tokenize(TEXTS[0]), sampling))
+    assert len(tokens) == 4
+
+
 async def test_a_seed_gives_its_answer_again(pair: VllmPair) -> None:
     prompt = pair.tokenize(TEXTS[2])
     drawn = []

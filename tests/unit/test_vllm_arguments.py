@@ -106,7 +106,7 @@ def test_what_is_not_taken_is_named(engine: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"method": "eagle3"}, "only speculative decoding with {method: ngram} was shown"),
+        ({"method": "eagle3"}, "only speculative decoding with method: ngram or draft_model was shown"),
         ({"model": "x" * 500}, "not with 'model'"),
         ({"x" * 5000: 1}, "not with 'xxx"),
         ({"num_speculative_tokens": 17}, "from 1 to 16"),
@@ -139,6 +139,40 @@ def test_ngrams_are_of_the_decode_role_and_no_part_of_the_exchange_digest() -> N
     assert vllm_arguments.equal_values(args, {}) == ""
     with pytest.raises(ConfigError, match=r"prefill\.engine\.args: speculative_config: .*decode\.engine\.args"):
         parsed({}, prefill={"engine": {"args": args}})
+
+
+DRAFTS = {"method": "draft_model", "model": "/models/draft", "num_speculative_tokens": 3}
+
+
+def test_a_draft_model_is_of_both_roles() -> None:
+    args = {"speculative_config": DRAFTS}
+    config = parsed({"args": args})
+    assert config.engine_of("decode").args == config.engine_of("prefill").args == args
+    assert vllm_arguments.draft_model(args) == "/models/draft"
+    for role in ("prefill", "decode"):
+        with pytest.raises(ConfigError, match=rf"{role}\.engine\.args: speculative_config: both roles need the same"):
+            parsed({}, **{role: {"engine": {"args": args}}})
+    with pytest.raises(ConfigError, match=r"decode\.engine\.args: speculative_config: engine\.args has a draft model"):
+        parsed({"args": args}, decode={"engine": {"args": {"speculative_config": NGRAM}}})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": ""}, "model: expected the draft model's folder"),
+        ({"model": 5}, "model: expected"),
+        ({"model": "x" * 4097}, "model: expected"),
+        ({"num_speculative_tokens": 17}, "from 1 to 16"),
+        ({"draft_sample_method": "probabilistic"}, "not with 'draft_sample_method'"),
+        ({"quantization": "fp8"}, "not with 'quantization'"),
+    ],
+)
+def test_draft_models_are_taken_as_they_were_shown(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed({"args": {"speculative_config": {**DRAFTS, **change}}})
+    assert words in caught.value.message
+    assert len(caught.value.message) < 1000
+    assert vllm_arguments.draft_model({"speculative_config": {**DRAFTS, **change}}) == ""
 
 
 def test_equal_values_are_those_that_may_change_pages() -> None:

@@ -1,8 +1,8 @@
 """The folder in which a model is put together: of one process at a time, and of regular files alone.
 
-Locks hold on some file systems for one node, and on some not at all. So the process that fills also keeps a lease: a
-file with its name, which it writes again and again. Another one takes over when it has seen no change of it for a
-while, by its own clock. What is written has names of its process alone, so that one that was only slow spoils nothing.
+Locks hold on some file systems for one node alone. So the process that fills it also writes a lease again and again;
+another one takes over when it has seen no change for a while, by its own clock. Files have names of their process, so
+that one that was only slow spoils nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Eviction in an engine's pool of pages, by the policy of `retention`, at the price of a step of the engine.
 
-A pool hands its pages out, and cached pages that no request uses are free all the same: they go when others are
-needed. A floor therefore keeps pages from other tenants' admissions, and yields to requests that already run.
-There are no ghosts here; otherwise the order is that of `Retention`, as a test compares.
+Cached pages that no request uses are free: they go when others are needed. A floor therefore keeps pages from other
+tenants' admissions, and yields to requests that already run. Without ghosts, the order is that of `Retention`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,9 +23,9 @@ class TestDraftSampling:
     def _vllms_own(self) -> Iterator[None]:
         from vllm.v1.sample import rejection_sampler
 
-        own = rejection_sampler.expand_batch_to_tokens
+        own = rejection_sampler.expand_batch_to_tokens, rejection_sampler.apply_sampling_constraints
         yield
-        rejection_sampler.expand_batch_to_tokens = own
+        rejection_sampler.expand_batch_to_tokens, rejection_sampler.apply_sampling_constraints = own
 
     def test_vllm_calls_the_function_by_the_name_that_is_replaced(self) -> None:
         from vllm.v1.sample import rejection_sampler
@@ -57,3 +59,30 @@ class TestDraftSampling:
         assert top_k.tolist() == [7, 7]
         assert top_k.dtype == torch.int32
         assert expand(torch.tensor([0.5]), torch.tensor([0]), 0).tolist() == []
+
+    def test_vllms_own_top_k_still_fails_without_drafts(self) -> None:
+        """When this fails, the repair can go."""
+        from vllm.v1.sample import rejection_sampler
+
+        assert "apply_sampling_constraints(" in inspect.getsource(rejection_sampler.RejectionSampler.forward)
+        with pytest.raises(RuntimeError, match="numel"):
+            self._constrain_none(rejection_sampler.apply_sampling_constraints)
+
+    def test_a_step_without_drafts_is_left_alone(self) -> None:
+        from vllm.v1.sample import rejection_sampler
+
+        from kvferry.engine.vllm.plugins.draft_sampling import constrain_steps_with_drafts
+
+        constrain_steps_with_drafts()
+        assert self._constrain_none(rejection_sampler.apply_sampling_constraints).shape == (0, 11)
+
+    def _constrain_none(self, constrain: Callable[..., Any]) -> Any:
+        import torch
+
+        from kvferry.engine.vllm.plugins.draft_sampling import expand_settings_of_drafts
+
+        expand_settings_of_drafts()
+        metadata = SimpleNamespace(
+            all_greedy=False, temperature=torch.tensor([1.0]), top_k=torch.tensor([3], dtype=torch.int32), top_p=None
+        )
+        return constrain(torch.empty(0, 11), torch.tensor([0], dtype=torch.int32), metadata)

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from kvferry.config import AdaptersConfig, EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import EngineId, EngineInfo
 from kvferry.engine.vllm.argument_parser import parsed
+from kvferry.engine.vllm.draft_model import DraftModel
 from kvferry.model_folder import cache_folder
 from kvferry.pages.exchange import ARGUMENTS, WEIGHTS
 from kvferry.pages.geometry.config_json import from_config
-from kvferry.vllm_arguments import equal_values
+from kvferry.vllm_arguments import DRAFT_MODEL, SPECULATION, equal_values
 
 CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.nixl_connector"
 CONNECTOR_CLASS = "KvTransferConnector"
@@ -24,6 +25,7 @@ CPU_TIER_CLASS = "CpuTierSpec"
 TENANT_SCHEDULER = "kvferry.engine.vllm.plugins.tenant_scheduler.tenant_scheduler"
 # Batches of KV events that vLLM keeps for replay: more than a subscriber's socket holds (1,000).
 NUM_REPLAYABLE = 2000
+_PRODUCER = "kv_producer"
 RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl_release.ReleaseExtension"
 
 
@@ -37,6 +39,7 @@ def engine_arguments(
     replay_endpoint: str,
     has_tenants: bool = False,
     adapters: AdaptersConfig = AdaptersConfig(),  # noqa: B008 - frozen
+    draft: DraftModel | None = None,
 ) -> dict[str, Any]:
     """Raises ConfigError for values of `engine.args` that vLLM refuses."""
     on_cpu = engine.device == "cpu"
@@ -77,7 +80,7 @@ def engine_arguments(
         },
         **{name: value for name, value in optional.items() if value is not None},
         **(lora_arguments(adapters) if adapters.served else {}),
-        **_arguments_of_operator(engine),
+        **_arguments_of_operator(engine, draft, producer=kv_transfer["kv_role"] == _PRODUCER),
     }
 
 
@@ -90,9 +93,12 @@ def lora_arguments(adapters: AdaptersConfig) -> dict[str, Any]:
     }
 
 
-def _arguments_of_operator(engine: EngineConfig) -> dict[str, Any]:
-    values = parsed(engine.args)
-    if equal := equal_values(engine.args, engine.env):
+def _arguments_of_operator(engine: EngineConfig, draft: DraftModel | None, *, producer: bool) -> dict[str, Any]:
+    values, compared = parsed(engine.args), engine.args
+    if draft is not None:
+        values[SPECULATION] = draft.for_engine(values[SPECULATION], producer=producer)
+        compared = {**compared, SPECULATION: draft.for_digest()}
+    if equal := equal_values(compared, engine.env):
         # Each of vLLM's processes reads it there for the exchange digest; vLLM itself has no use for it here.
         values["additional_config"] = {ARGUMENTS: equal}
     return values
@@ -101,7 +107,7 @@ def _arguments_of_operator(engine: EngineConfig) -> dict[str, Any]:
 def kv_transfer_config(
     engine: EngineConfig, engine_id: EngineId, *, producer: bool, weights: str, tiers: dict[str, Any] | None
 ) -> dict[str, Any]:
-    role = "kv_producer" if producer else "kv_consumer"
+    role = _PRODUCER if producer else "kv_consumer"
     config = nixl_connector(engine, role, weights)
     if tiers is not None:
         # NIXL first: if two connectors have a prompt's pages, vLLM asks the first. vLLM adds `engine_id` to each child,
@@ -238,10 +244,19 @@ class PageSizes(NamedTuple):
 
 def page_sizes(vllm_config: Any) -> PageSizes:
     """Return the sizes of pages of a model that is served. Raises ConfigError for a model whose pages are not known."""
+    speculation = vllm_config.speculative_config
+    draft = None if speculation is None else speculation.draft_model_config
+    # A draft model's layers have pages of the same block ids.
+    models = [vllm_config.model_config, *([draft] if draft is not None and speculation.method == DRAFT_MODEL else [])]
+    sizes = [_sizes_of(model, vllm_config) for model in models]
+    return PageSizes(sum(each.page_bytes for each in sizes), sum(each.block_bytes for each in sizes))
+
+
+def _sizes_of(model: Any, vllm_config: Any) -> PageSizes:
     from kvferry.engine.vllm.plugins.exchange_fields import kv_cache_dtype
 
     cache, ranks = vllm_config.cache_config, vllm_config.parallel_config.tensor_parallel_size
-    model, dtype = vllm_config.model_config, kv_cache_dtype(vllm_config)
+    dtype = kv_cache_dtype(vllm_config)
     geometry = from_config(model.hf_config.to_dict(), name=model.architecture)
     page_bytes = geometry.bytes_per_token(dtype, ranks) * cache.block_size
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:

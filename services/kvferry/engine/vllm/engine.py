@@ -40,6 +40,7 @@ from kvferry.engine.base import (
     without_features,
 )
 from kvferry.engine.parsing import ParsedAnswer
+from kvferry.engine.vllm import draft_model
 from kvferry.engine.vllm.adapter_folder import stage
 from kvferry.engine.vllm.adapters import Adapters
 from kvferry.engine.vllm.arguments import (
@@ -54,6 +55,7 @@ from kvferry.engine.vllm.arguments import (
     prepare_environment,
     tier_connector,
 )
+from kvferry.engine.vllm.draft_model import DraftModel
 from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator, structured_outputs_config
 from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
@@ -98,6 +100,7 @@ class VllmEngine:
         self._engine_id: EngineId | None = None
         self._weights = ""
         self._weights_digest = ""
+        self._draft: DraftModel | None = None
         self._quality: QualityReport | None = None
         self._model_folder = model_folder
         self._model = model
@@ -128,6 +131,7 @@ class VllmEngine:
         digest = await asyncio.to_thread(weights_revision, Path(self._model_folder), cache_folder() / "weights")
         self._weights_digest = digest
         self._weights = f"{self._model.revision}:{digest}" if self._model.revision else digest
+        self._draft = await asyncio.to_thread(draft_model.find, self._config, cache_folder() / "weights")
         if (adapters := self._adapters_config).served:
             folder = Path(self._model_folder)
             staged = await asyncio.to_thread(stage, adapters, folder, self._folder / "adapters")
@@ -246,6 +250,7 @@ class VllmEngine:
             replay_endpoint=self._replay_endpoint(),
             has_tenants=self._has_tenants,
             adapters=self._adapters_config,
+            draft=self._draft,
         )
 
     def _events_endpoint(self) -> str:

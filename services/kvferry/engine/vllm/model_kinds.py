@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kvferry.vllm_arguments import SPECULATION
+from kvferry.vllm_arguments import DRAFT_MODEL, SPECULATION
 
 # Tried by `make test-models`. vLLM 0.32 has 391; another one is refused until it was tried.
 ARCHITECTURES = frozenset(
@@ -55,31 +55,15 @@ def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] 
 
     `unproven` names arguments that the operator takes at his own risk.
     """
-    model = vllm_config.model_config
-    text = model.hf_text_config
-    layer_types = set(getattr(text, "layer_types", None) or ())
+    model, speculation = vllm_config.model_config, vllm_config.speculative_config
     cache_dtype = vllm_config.cache_config.cache_dtype
     reasons = {
-        "no generation (pooling, classification)": model.runner_type != "generate",
-        "recurrent state (Mamba, linear attention)": model.is_hybrid or model.is_attention_free,
-        "multi-head latent attention (MLA)": model.use_mla,
-        "an encoder": model.is_encoder_decoder,
-        "attention to later tokens": getattr(text, "is_causal", True) is False,
-        "chunked local attention": bool(getattr(text, "attention_chunk_size", None)),
-        "dual chunk attention": bool(getattr(text, "dual_chunk_attention_config", None)),
-        "attention sinks": getattr(text, "model_type", "") == "gpt_oss",
-        "KV pages shared by layers": bool(getattr(text, "num_kv_shared_layers", 0)),
-        "ALiBi": bool(getattr(text, "alibi", False)),
-        "layers of kind " + ", ".join(sorted(layer_types - {_FULL, _SLIDING})): bool(layer_types - {_FULL, _SLIDING}),
-        f"weights quantized as {_quantization(model)}": not _is_shown_quantization(model),
+        **_of_model(model),
         f"KV pages of type {cache_dtype}": _is_quantized(cache_dtype) or _is_of_another_type(cache_dtype, model),
-        "speculative decoding other than by n-grams": (
-            vllm_config.speculative_config is not None
-            and vllm_config.speculative_config.method != "ngram"
-            and SPECULATION not in unproven
-        ),
-        "a sliding window, with tier.enabled": has_tiers and has_sliding_window(model, layer_types),
+        "a sliding window, with tier.enabled": has_tiers and has_sliding_window(model),
     }
+    if speculation is not None and SPECULATION not in unproven:
+        reasons |= _of_speculation(vllm_config)
     if model.architecture in IMAGE_ARCHITECTURES:
         reasons |= _of_image_models(vllm_config, has_tiers=has_tiers)
     found = [kind for kind, is_there in reasons.items() if is_there]
@@ -97,6 +81,44 @@ def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] 
     return f"models with {' and '.join(found)} have not been shown to give right answers here; {TABLE}"
 
 
+def _of_model(model: Any) -> Mapping[str, bool]:
+    text = model.hf_text_config
+    layer_types = _layer_types(model)
+    return {
+        "no generation (pooling, classification)": model.runner_type not in ("generate", "draft"),
+        "recurrent state (Mamba, linear attention)": model.is_hybrid or model.is_attention_free,
+        "multi-head latent attention (MLA)": model.use_mla,
+        "an encoder": model.is_encoder_decoder,
+        "attention to later tokens": getattr(text, "is_causal", True) is False,
+        "chunked local attention": bool(getattr(text, "attention_chunk_size", None)),
+        "dual chunk attention": bool(getattr(text, "dual_chunk_attention_config", None)),
+        "attention sinks": getattr(text, "model_type", "") == "gpt_oss",
+        "KV pages shared by layers": bool(getattr(text, "num_kv_shared_layers", 0)),
+        "ALiBi": bool(getattr(text, "alibi", False)),
+        "layers of kind " + ", ".join(sorted(layer_types - {_FULL, _SLIDING})): bool(layer_types - {_FULL, _SLIDING}),
+        f"weights quantized as {_quantization(model)}": not _is_shown_quantization(model),
+    }
+
+
+def _of_speculation(vllm_config: Any) -> Mapping[str, bool]:
+    target, speculation = vllm_config.model_config, vllm_config.speculative_config
+    if speculation.method != DRAFT_MODEL:
+        return {"speculative decoding other than by n-grams or a draft model": speculation.method != "ngram"}
+    draft = speculation.draft_model_config
+    # Their pages lie in one pool.
+    is_sliding = has_sliding_window(target) or has_sliding_window(draft)
+    return {
+        **{f"a draft model with {kind}": is_there for kind, is_there in _of_model(draft).items()},
+        f"a draft model of the architecture {draft.architecture}": draft.architecture not in ARCHITECTURES,
+        "a draft model whose context is shorter": draft.max_model_len < target.max_model_len,
+        "a draft model of another type": draft.dtype != target.dtype,
+        "a draft model with another vocabulary": draft.get_vocab_size() != target.get_vocab_size(),
+        "a draft model and a sliding window": is_sliding,
+        "a draft model and quantized weights": bool(target.quantization or draft.quantization),
+        "a draft model, on several ranks of tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
+    }
+
+
 def _of_image_models(vllm_config: Any, *, has_tiers: bool) -> Mapping[str, bool]:
     model = vllm_config.model_config
     text_type = str(getattr(model.hf_text_config, "model_type", ""))
@@ -110,9 +132,13 @@ def _of_image_models(vllm_config: Any, *, has_tiers: bool) -> Mapping[str, bool]
     }
 
 
-def has_sliding_window(model_config: Any, layer_types: set[str]) -> bool:
+def _layer_types(model_config: Any) -> set[str]:
+    return set(getattr(model_config.hf_text_config, "layer_types", None) or ())
+
+
+def has_sliding_window(model_config: Any) -> bool:
     # As vLLM does, whatever `use_sliding_window` says: some models of it ignore that.
-    return _SLIDING in layer_types or model_config.get_sliding_window() is not None
+    return _SLIDING in _layer_types(model_config) or model_config.get_sliding_window() is not None
 
 
 def _is_shown_with_adapters(model_config: Any) -> bool:

@@ -1,8 +1,8 @@
 """Runs samples and tasks on one engine with one type of KV pages (`python -m kvferry.engine.vllm.quality_run FOLDER`).
 
 Reads FOLDER/run.json. Writes FOLDER/NUMBER.npy (log-probabilities of the scored positions of a sample, float32) and
-FOLDER/answers.json (token ids of the answers to the tasks); says each step as a line of JSON on stdout. A process of
-its own: vLLM reads its variables once, and keeps memory until its process ends.
+FOLDER/answers.json (token ids of the answers to the tasks); says each step as a line of JSON on stdout. vLLM reads its
+variables once, and keeps memory until its process ends.
 """
 
 from __future__ import annotations

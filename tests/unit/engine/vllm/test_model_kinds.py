@@ -43,6 +43,45 @@ def test_ngrams_are_served_and_drafts_of_models_at_the_operators_risk() -> None:
     assert why_refused(whole, has_tiers=True, unproven=("speculative_config",)) == ""
 
 
+def drafted(**changes: Any) -> SimpleNamespace:
+    whole = config()
+    draft = config().model_config
+    draft.runner_type = "draft"
+    for each in (draft, whole.model_config):
+        each.max_model_len, each.get_vocab_size = 2048, lambda: 49_152
+    for name, value in changes.items():
+        setattr(draft, name, value)
+    whole.speculative_config = SimpleNamespace(method="draft_model", draft_model_config=draft)
+    whole.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"architecture": "MiMoV2FlashForCausalLM"}, "a draft model of the architecture MiMoV2FlashForCausalLM"),
+        ({"use_mla": True}, "a draft model with multi-head latent attention"),
+        ({"max_model_len": 1024}, "a draft model whose context is shorter"),
+        ({"dtype": "torch.float32"}, "a draft model of another type"),
+        ({"get_vocab_size": lambda: 50_000}, "a draft model with another vocabulary"),
+        ({"get_sliding_window": lambda: 64}, "a draft model and a sliding window"),
+        ({"quantization": "gptq"}, "a draft model and quantized weights"),
+    ],
+)
+def test_draft_models_are_served_as_they_were_tried(changes: dict[str, Any], reason: str) -> None:
+    found = why_refused(drafted(**changes), has_tiers=True)
+    assert (found == "") is (reason == "")
+    assert reason in found
+    assert why_refused(drafted(**changes), has_tiers=True, unproven=("speculative_config",)) == ""
+
+
+def test_a_draft_model_on_several_ranks_is_refused() -> None:
+    whole = drafted()
+    whole.parallel_config.tensor_parallel_size = 2
+    assert "a draft model, on several ranks" in why_refused(whole, has_tiers=False)
+
+
 @pytest.mark.parametrize("has_tiers", [False, True])
 def test_other_architectures_are_refused_by_name(has_tiers: bool) -> None:
     reason = why_refused(config(architecture="MiMoV2FlashForCausalLM"), has_tiers=has_tiers)

@@ -1,4 +1,4 @@
-"""Temperature, top-k and top-p of drafts on the CPU device."""
+"""Temperature, top-k and top-p of drafts."""
 
 # vLLM 0.32 expands them from one value for each request to one for each draft by a kernel that writes into a copy of
 # another type: what it returns is memory that was never written. Drafts were accepted too often, and a seed did not
@@ -6,12 +6,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.v1.sample import rejection_sampler
 
+_own = rejection_sampler.apply_sampling_constraints
+
+
+def constrain_steps_with_drafts() -> None:
+    """Affects all requests of this process. Idempotent."""
+    # vLLM 0.32 applies settings to drafts in a step without any, too, as the first one of an answer. On a CPU, top-k
+    # alone is then the largest of no numbers: an error that ended the engine, at one request.
+    rejection_sampler.apply_sampling_constraints = _constrained
+
+
+def _constrained(logits: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    """`logits` are [num_draft_tokens, vocab_size]."""
+    return _own(logits, *args, **named) if logits.shape[0] else logits
+
 
 def expand_settings_of_drafts() -> None:
-    """Affects all requests of this process. Idempotent."""
+    """Affects all requests of this process, on the CPU device. Idempotent."""
     rejection_sampler.expand_batch_to_tokens = _expanded
 
 

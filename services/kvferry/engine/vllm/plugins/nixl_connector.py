@@ -15,7 +15,7 @@ from kvferry.engine.vllm.plugins.adapter_page_keys import hash_adapters_by_name
 from kvferry.engine.vllm.plugins.cpu_lora_rows import leave_other_rows_alone
 from kvferry.engine.vllm.plugins.cpu_seeds import take_back_draws_on_the_cpu
 from kvferry.engine.vllm.plugins.draft_min_tokens import count_drafts_for_min_tokens
-from kvferry.engine.vllm.plugins.draft_sampling import expand_settings_of_drafts
+from kvferry.engine.vllm.plugins.draft_sampling import constrain_steps_with_drafts, expand_settings_of_drafts
 from kvferry.engine.vllm.plugins.grammar_replay import replay_given_tokens
 from kvferry.engine.vllm.plugins.grammar_time import limit_grammar_time
 from kvferry.engine.vllm.plugins.lora_patterns import look_patterns_up
@@ -37,6 +37,7 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
         if role == KVConnectorRole.WORKER:
             compare_exchange_digests()
             count_drafts_for_min_tokens()
+            constrain_steps_with_drafts()
             if on_cpu:
                 expand_settings_of_drafts()
                 take_back_draws_on_the_cpu()

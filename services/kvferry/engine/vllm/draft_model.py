@@ -1,0 +1,38 @@
+"""The smaller model that makes drafts of an engine's tokens (`speculative_config` with method `draft_model`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvferry import model_folder, vllm_arguments
+from kvferry.config import EngineConfig
+from kvferry.engine.vllm.weights import weights_revision
+from kvferry.errors import ConfigError
+
+_KEY = f"engine.args.{vllm_arguments.SPECULATION}.model"
+
+
+class DraftModel(NamedTuple):
+    folder: str
+    digest: str  # of its weights and configuration
+
+    def for_engine(self, config: dict[str, Any], *, producer: bool) -> dict[str, Any]:
+        """Return a `speculative_config` for vLLM. A prefill engine drafts as little as it can."""
+        return {**config, "model": self.folder, **({"num_speculative_tokens": 1} if producer else {})}
+
+    def for_digest(self) -> dict[str, str]:
+        """Return what engines must have in common: nodes may have the model in other folders."""
+        return {"method": vllm_arguments.DRAFT_MODEL, "model": self.digest}
+
+
+def find(engine: EngineConfig, cache: Path) -> DraftModel | None:
+    """Find or fetch the draft model, and read its weights (see `weights_revision`). Raises ConfigError."""
+    name = vllm_arguments.draft_model(engine.args)
+    if not name:
+        return None
+    try:
+        folder = model_folder.resolve(name)
+        return DraftModel(str(folder), weights_revision(folder, cache))
+    except ConfigError as error:
+        raise ConfigError(f"{_KEY}: {str(error).removeprefix('model.path: ')}", param=_KEY) from None
