@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvferry.config import AdaptersConfig, EngineConfig, ModelConfig, TierConfig
@@ -37,8 +39,9 @@ def engine_arguments(
     replay_endpoint: str,
     has_tenants: bool = False,
     adapters: AdaptersConfig = AdaptersConfig(),  # noqa: B008 - frozen
+    keys: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Raises ConfigError for values of `engine.args` that vLLM refuses."""
+    """Raises ConfigError for values of `engine.args` that vLLM refuses. `keys` as for `parsed`."""
     on_cpu = engine.device == "cpu"
     optional: dict[str, Any] = {
         "max_model_len": model.max_model_len,
@@ -77,7 +80,7 @@ def engine_arguments(
         },
         **{name: value for name, value in optional.items() if value is not None},
         **(lora_arguments(adapters) if adapters.served else {}),
-        **_arguments_of_operator(engine),
+        **_arguments_of_operator(engine, keys),
     }
 
 
@@ -90,8 +93,8 @@ def lora_arguments(adapters: AdaptersConfig) -> dict[str, Any]:
     }
 
 
-def _arguments_of_operator(engine: EngineConfig) -> dict[str, Any]:
-    values = parsed(engine.args)
+def _arguments_of_operator(engine: EngineConfig, keys: Mapping[str, str]) -> dict[str, Any]:
+    values = parsed(engine.args, keys)
     if equal := equal_values(engine.args, engine.env):
         # Each of vLLM's processes reads it there for the exchange digest; vLLM itself has no use for it here.
         values["additional_config"] = {ARGUMENTS: equal}
