@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from kvferry.config import ModelConfig
 from kvferry.engine.vllm.chat_template import read_chat_template
 from kvferry.engine.vllm.plain_prompts import Rendered
+from kvferry.engine.vllm.template_check import check_template
 from kvferry.engine.vllm.text_model import text_model_config
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
 
@@ -24,7 +25,7 @@ class VllmPrompts:
         """`model.dtype` is the engines'.
 
         Raises ConfigError for parsers that vLLM does not have, or that do not fit the tokenizer, and for a chat
-        template that is none.
+        template that is none or fails.
         """
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -45,6 +46,7 @@ class VllmPrompts:
             renderer_num_workers=1,
         )
         self.online = _online_renderer(self.model_config, model)
+        check_template(self.online, model)  # first: vLLM renders a message here without a limit
         self.online.warmup()
         self._model = model
         self._served_name = served_name
