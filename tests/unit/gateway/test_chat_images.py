@@ -188,9 +188,9 @@ async def test_images_of_a_request_are_limited() -> None:
 @pytest.mark.parametrize(
     ("wrong", "place"),
     [
-        ({"type": "image_url"}, WHERE),
+        ({"type": "image_url"}, f"{WHERE}.image_url"),
         ({"type": "image_url", "image_url": "https://images.example/a.png"}, f"{WHERE}.image_url"),
-        ({"type": "image_url", "image_url": {}}, f"{WHERE}.image_url"),
+        ({"type": "image_url", "image_url": {}}, f"{WHERE}.image_url.url"),
         (part(5), f"{WHERE}.image_url.url"),
         (part(None), f"{WHERE}.image_url.url"),
         (part("data:", detail="huge"), f"{WHERE}.image_url.detail"),
@@ -214,7 +214,7 @@ def test_only_users_send_images(role: str) -> None:
 
 @pytest.mark.parametrize("kind", ["input_image", "image", "image_embeds", "input_audio", "video_url", "file"])
 def test_other_parts_are_refused(kind: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"and 'image_url', are supported, not '{kind}'"):
+    with pytest.raises(InvalidRequest, match=f"expected 'text' or 'image_url', not '{kind}'"):
         messages_of({"type": kind, kind: {"url": data_url(PNG)}})
 
 

@@ -119,10 +119,8 @@ class VllmPrompts:
         try:
             result = await render(kind.model_validate({**body, "model": self._served_name}))
         except ValidationError as error:
-            fault = error.errors()[0]
-            # vLLM's wrapping validators add parts such as "function-wrap[...]".
-            where = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
-            raise InvalidRequest(f"{where or 'body'}: {fault['msg']}", param=where or None) from None
+            where, reason = _fault_of(error)
+            raise InvalidRequest(f"{where or 'body'}: {reason}", param=where or None) from None
         except TimeoutError:
             # Of vLLM's own limit. Past this method it would be taken for the end of the request's time.
             raise InvalidRequest(
@@ -142,6 +140,16 @@ class VllmPrompts:
         if isinstance(result, ErrorResponse):
             raise _from_vllm(result.error.message, result.error.param)
         return result
+
+
+def _fault_of(error: ValidationError) -> tuple[str, str]:
+    faults = error.errors(include_url=False)
+    # Each kind of message that vLLM knows tells why it is not meant: other kinds by their role.
+    fault = next((fault for fault in faults if fault["loc"][-1:] != ("role",)), faults[0])
+    # vLLM's wrapping validators add parts such as "function-wrap[...]", and unions their classes.
+    parts = [part for part in fault["loc"] if "[" not in str(part) and not str(part)[:1].isupper()]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return where.lstrip("."), fault["msg"]
 
 
 def _is_of_template(error: BaseException | None) -> bool:
