@@ -30,7 +30,7 @@ def cause_of(message: str) -> str:
 
 
 def causes_of(messages: Mapping[str, str]) -> str:
-    """Return the causes of deployments, by their names, in one line. Messages may be empty."""
+    """Return the causes of deployments, by their names, in one line."""
     parts = [f"{name}: {cause}" for name, message in messages.items() if (cause := cause_of(message))]
     more = f"; and {len(parts) - _MAX_SHOWN} more" if len(parts) > _MAX_SHOWN else ""
     return "; ".join(parts[:_MAX_SHOWN]) + more

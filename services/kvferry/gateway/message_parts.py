@@ -1,4 +1,4 @@
-"""Parts of a chat message's content: what is expected of each, and where a body has something else."""
+"""Parts of a chat message's content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DETAILS = ("auto", "low", "high")  # no effect: the model's processor decides
 
 
 def check_part(where: str, role: str, part: object) -> None:
-    """Raises InvalidRequest with the place in the body, such as messages[0].content[1].text."""
+    """Raises InvalidRequest with the place in the body."""
     if not isinstance(part, dict):
         _refuse(where, "an object", part)
     kind = part.get("type")

@@ -26,7 +26,7 @@ def newest_fault(folder: RunFolder) -> str | None:
 
 
 def newest_cause(log: Path) -> str:
-    """Return why Serve has no healthy application, as the deploying process wrote it last, or an empty string."""
+    """Return the cause that the deploying process wrote last, or an empty string."""
     last = "".join(_end_of(log)[-1:])
     return last.removeprefix(CAUSE_MARK) if last.startswith((CAUSE_MARK, GIVEN_UP)) else ""
 

@@ -20,7 +20,7 @@ _MAX_REASON_CHARS = 300
 
 
 def check_template(online: Any, model: ModelConfig, limits: ForkLimits = LIMITS) -> None:
-    """Raises ConfigError for a template that fails for each of _CHATS, or exceeds a limit. `online`: OnlineRenderer."""
+    """Raises ConfigError for a template that fails for each of _CHATS, or exceeds a limit."""
     verdict = run_in_fork(lambda _: _render(online), b"", limits)
     reason = " ".join(verdict.reason.split())[:_MAX_REASON_CHARS]
     why = {
