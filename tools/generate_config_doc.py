@@ -22,8 +22,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from kvferry import argument_values, vllm_arguments
 from kvferry import config as configuration
-from kvferry import vllm_arguments
 from kvferry.vllm_arguments import Rule
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -86,12 +86,17 @@ decode:
     args: {watermark: 0.02}                         # this role; replaces a value of `engine.args`
 ```
 
-Names are those of vLLM 0.32's command line, with underscores; values are given to vLLM's own parser when an engine
-starts, and a value that it refuses ends the start with its reason.
+Names are those of vLLM 0.32's command line, with underscores. A value [out of range](#expected-values) is refused when
+the configuration is read. Values are given to vLLM's own parser and configuration classes when an engine starts, and a
+value that these refuse ends the start with the argument's key and vLLM's reason; so does what the machine lacks (NUMA
+nodes, or memory for `num_gpu_blocks_override` on the CPU). Where vLLM's own processes die, the error has the keys of
+all arguments that were given, and the log above it the cause.
+
 `kvferry config --vllm prefill` prints the command line that results, `decode` that of decode engines; it runs the
-values through vLLM's parser too. It needs no cluster, no GPU and no model, and prints the line of a real engine also
-where `engine.kind` is `sim`; simulated engines check these arguments and ignore them. Every argument of vLLM is in one
-of these tables. With the chart, arguments of one role are `roles.decode.engine.args` and `roles.prefill.engine.args`.
+values through the same parser and classes. It needs no cluster, no GPU and no model, and prints the line of a real
+engine also where `engine.kind` is `sim`; simulated engines check only ranges, and ignore the values. Every argument of
+vLLM is in one of these tables. With the chart, arguments of one role are `roles.decode.engine.args` and
+`roles.prefill.engine.args`.
 
 Values of `engine.env` are texts: `{VLLM_LOG_STATS_INTERVAL: "5"}`, on a command line
 `--set 'engine.env.VLLM_LOG_STATS_INTERVAL="5"'`.
@@ -144,6 +149,11 @@ sum(rate(vllm:spec_decode_num_accepted_tokens_total[5m])) / sum(rate(vllm:spec_d
 ```
 """
 
+_EXPECTED_HEAD = (
+    "Of free and equal arguments. Of any argument, an empty text or list is refused, and so are whole numbers beyond "
+    "64 bits, texts with NUL, and lists and mappings more than 16 deep. vLLM takes many of the values that are refused "
+    "here, and then hangs, dies or exhausts memory."
+)
 _TITLES = {
     Rule.FREE: ("Free", "Each role may have its own."),
     Rule.EQUAL: ("Equal in both roles", "Only in `engine.args`."),
@@ -173,6 +183,9 @@ def arguments_page() -> str:
         lines = [f"## {title}", "", who, "", "| arguments | reason |", "|---|---|"]
         lines += [f"| {', '.join(names)} | {reason} |" for reason, names in by_reason.items()]
         parts.append("\n".join(lines) + "\n")
+    lines = ["## Expected values", "", _EXPECTED_HEAD, "", "| argument | expected |", "|---|---|"]
+    lines += [f"| `{name}` | {expected} |" for name, expected in argument_values.EXPECTED.items()]
+    parts.insert(3, "\n".join(lines) + "\n")
     return "\n".join(parts)
 
 

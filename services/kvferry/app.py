@@ -34,6 +34,7 @@ from kvferry import __version__, collector
 from kvferry import config as configuration
 from kvferry.addresses import NODE_ADDRESS_VARIABLE
 from kvferry.config import ROLES, ClusterConfig, ModelEntryConfig, RoleConfig
+from kvferry.deployment_causes import CAUSE_MARK, GIVEN_UP, cause_of, causes_of
 from kvferry.engine.vllm.text_model import use_cpu_platform
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.lifecycle import GatewayHost
@@ -402,21 +403,32 @@ def _connected(ray_address: str) -> Iterator[None]:
 
 
 def _wait_running(deadline_s: float) -> None:
+    shown = ""
     while True:
-        status = serve.status().applications.get(APPLICATION)
+        try:
+            status = serve.status().applications.get(APPLICATION)
+        except RayError as error:  # while Ray restarts Serve's controller
+            if time.monotonic() >= deadline_s:
+                raise KvferryError(f"Ray Serve cannot be asked for its state: {cause_of(str(error))}") from None
+            time.sleep(STATUS_PERIOD_S)
+            continue
         state = status.status.value if status is not None else "DELETED"
         if state == "RUNNING":
             return
-        unready = [
-            f"{name}: {deployment.message or deployment.status.value}"
+        unready = {
+            name: deployment.message
             for name, deployment in (status.deployments if status is not None else {}).items()
             if deployment.status.value != "HEALTHY"
-        ]
-        detail = "; ".join(filter(None, [status.message if status is not None else "", *unready]))
-        if state in ("DEPLOY_FAILED", "UNHEALTHY", "DELETING", "DELETED"):
-            raise KvferryError(f"the application is {state}: {detail}")
+        }
+        detail = causes_of(unready) or cause_of(status.message if status is not None else "")
+        # Of one that is UNHEALTHY Serve makes new replicas.
+        if state in ("DEPLOY_FAILED", "DELETING", "DELETED"):
+            raise KvferryError(f"{GIVEN_UP}the application is {state}: {detail}")
         if time.monotonic() >= deadline_s:
             raise KvferryError(f"the application is still {state}: {detail}")
+        if detail != shown:
+            shown = detail
+            print(CAUSE_MARK + detail, flush=True)
         time.sleep(STATUS_PERIOD_S)
 
 

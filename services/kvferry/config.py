@@ -31,6 +31,7 @@ from pydantic import (
 
 from kvferry import vllm_arguments
 from kvferry.addresses import AUTO, require_loopback
+from kvferry.argument_values import why_not_expected
 from kvferry.errors import ConfigError
 from kvferry.plain_yaml import SafeLoader, doubled_key
 
@@ -246,7 +247,7 @@ def check_arguments(args: Mapping[str, Any], *, role: str, unproven: Collection[
         reason = vllm_arguments.why_refused(name, value, role=role, unproven=unproven)
         if device == "cpu" and name == "kv_cache_memory_bytes":
             reason = "without effect on the CPU device: use engine.kv_cache_gib"
-        if reason := reason or vllm_arguments.why_no_value(value):
+        if reason := reason or vllm_arguments.why_no_value(value) or why_not_expected(name, value):
             raise ValueError(f"{name[:80]}: {reason}")
 
 
@@ -1062,6 +1063,15 @@ class ClusterConfig(_Section):
         if pool and (kv_cache_dtype := self.pools[pool].kv_cache_dtype) is not None:
             own["kv_cache_dtype"] = kv_cache_dtype
         return self.engine.model_copy(update=own)
+
+    def argument_keys(self, role: str, pool: str = "") -> dict[str, str]:
+        """Return the key of each of `engine_of(role, pool).args`."""
+        prefix = f"pools.{pool}.{role}" if pool in self.pools else role
+        own = self.role_of(role, pool).engine.args
+        return {
+            name: f"{prefix if name in own else ''}.engine.args.{name}".lstrip(".")
+            for name in {**self.engine.args, **own}
+        }
 
     def volumes_of(self, pool: str) -> str | None:
         """Return the pool whose volumes the engines of `pool` use: its own, the default one, or None.

@@ -242,6 +242,8 @@ def why_no_ngrams(value: object) -> str:
         length = value.get(key, 1)
         if type(length) is not int or not 1 <= length <= MAX_NGRAM_TOKENS:
             return f"{key}: expected a whole number from 1 to {MAX_NGRAM_TOKENS}"
+    if (shortest := value.get("prompt_lookup_min", 1)) > value.get("prompt_lookup_max", shortest):
+        return "prompt_lookup_min: expected at most prompt_lookup_max"
     return ""
 
 

@@ -17,6 +17,9 @@ from kvferry.engine.sim import SimRenderer
 from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running
+from .test_access import bearer
+from .test_shares import knows_limit
+from .test_tenants import admin_of
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(2000)
 MIB = 1 << 20
@@ -45,10 +48,16 @@ class ImageRenderer(SimRenderer):
 
 @asynccontextmanager
 async def with_images(
-    *, models: Sequence[Mapping[str, Any]] = (), canary: Mapping[str, float] | None = None, **images: Any
+    *,
+    models: Sequence[Mapping[str, Any]] = (),
+    canary: Mapping[str, float] | None = None,
+    tenants_in_etcd: bool = False,
+    **images: Any,
 ) -> AsyncIterator[tuple[SimCluster, ImageRenderer, httpx.AsyncClient]]:
     model = {"path": MODEL, "canary": canary or {}}
-    async with running(1, 1, gateway={"images": images}, models=models, model=model) as cluster:
+    async with running(
+        1, 1, gateway={"images": images, "tenants_in_etcd": tenants_in_etcd}, models=models, model=model
+    ) as cluster:
         renderer = ImageRenderer()
 
         def make(_: ClusterConfig, __: str) -> ImageRenderer:
@@ -87,6 +96,35 @@ async def test_renderers_get_files_and_a_body_without_them() -> None:
         assert salt != other_salt
         assert cluster.gateway is not None
         assert cluster.gateway.admission.num_image_bytes == 0
+
+
+async def test_refused_images_count_against_a_tenants_requests_and_refused_texts_do_not() -> None:
+    async with with_images(tenants_in_etcd=True) as (cluster, renderer, http):
+        admin, gateway = admin_of(cluster), cluster.gateway
+        assert gateway is not None
+        for name in ("acme", "beta"):
+            await admin.create(name)
+            await admin.set_limits(name, {"requests_per_minute": 6.0})  # a burst of one
+        acme, beta = [bearer(await admin.add_key(name, "ci")) for name in ("acme", "beta")]
+        await until(lambda: all(knows_limit(gateway, name) for name in ("acme", "beta")))
+
+        async def send(key: dict[str, str], *parts: dict[str, Any], **more: Any) -> httpx.Response:
+            return await http.post("/v1/chat/completions", json=body_of(*parts, **more), headers=key)
+
+        assert (await send(acme, image(url_of(b"no image")))).status_code == 400
+        refused = await send(acme, image(url_of(PNG)))
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "tenant_limited"
+        assert "requests_per_minute is 6" in refused.json()["error"]["message"]
+        assert not renderer.seen, "before an image costs anything"
+        text = {"type": "text", "text": "x"}
+        for _ in range(3):
+            assert (await send(beta, text, max_tokens=10**6)).status_code == 400
+        assert (await send(beta, image(url_of(PNG)))).status_code == 200
+        assert (await send(beta, text)).status_code == 429, "one with images counts once"
+        limits = gateway.identification.limits
+        assert limits is not None
+        assert limits._by_tenant["beta"].num_choices == 0
 
 
 async def test_a_model_that_takes_none_says_so() -> None:

@@ -362,6 +362,20 @@ def test_a_part_that_dies_ends_the_start_with_the_end_of_its_log(machine: Machin
     assert not machine.folder.path.exists()
 
 
+def test_workers_that_cannot_start_end_the_start_with_their_reason(machine: Machine) -> None:
+    host = ("--set", "engine.side_channel_host=192.0.2.1", "--set", "insecure=true")
+    up = machine.up(*host)
+    assert up.returncode == 1
+    reason = "Worker: the sim engine cannot listen on '192.0.2.1'"
+    # While Serve tries again, and when it has given up; long before the time of `up` is over.
+    assert reason in up.stdout
+    assert "Retrying" in up.stdout
+    assert "Ray Serve has given up: the application is DEPLOY_FAILED: " in up.stderr
+    assert reason in up.stderr
+    assert "Traceback" not in up.stderr
+    assert machine.processes() == ()
+
+
 def test_pools_start_with_the_rest_and_are_named(machine: Machine) -> None:
     role = "{num_cpus: 0.1}"
     pools = f"{{finance: {{dedicated: true, prefill: {role}, decode: {role}}}, empty: {{prefill: {{replicas: 0}}, "

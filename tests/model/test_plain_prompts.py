@@ -335,6 +335,14 @@ def test_a_template_of_the_configuration_takes_the_place_of_the_models(tmp_path:
         assert list(asyncio.run(made.render_chat({**body, **more})).token_ids) == list(expected.token_ids)
 
 
+async def test_a_message_that_vllm_does_not_take_is_told_by_its_place(renderer: VllmRenderer) -> None:
+    """Without the names of vLLM's classes, one for each kind of message."""
+    body = {"messages": [{"role": "user", "content": "hi", "name": 5}]}
+    with pytest.raises(InvalidRequest, match=r"^messages\[0\]\.name: Input should be a valid string$") as refused:
+        await renderer._loop.run(renderer._vllm.chat(body))
+    assert refused.value.param == "messages[0].name"
+
+
 async def test_a_template_that_takes_too_long_is_no_end_of_the_requests_time(
     renderer: VllmRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

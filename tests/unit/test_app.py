@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from ray.serve import Application
 
 from kvferry import app
 from kvferry import config as configuration
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, KvferryError
 from kvferry.hub_model import marker
 
 
@@ -239,3 +240,53 @@ def test_a_worker_refuses_a_quality_report_before_it_waits_for_its_model(
     )  # type: ignore[call-overload]
     with pytest.raises(ConfigError, match=r"engine\.quality_report: .*none\.json cannot be read"):
         asyncio.run(start)
+
+
+def serve_says(monkeypatch: pytest.MonkeyPatch, *states: tuple[str, str]) -> None:
+    """Let Serve have a deployment with each state and message in turn, and the last one for ever."""
+    waiting = list(states)
+
+    def status() -> Any:
+        state, message = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        of_worker = {"RUNNING": "HEALTHY", "DEPLOYING": "UPDATING"}.get(state, state)
+        workers = SimpleNamespace(message=message, status=SimpleNamespace(value=of_worker))
+        gateway = SimpleNamespace(message="", status=SimpleNamespace(value="HEALTHY"))
+        application = SimpleNamespace(
+            status=SimpleNamespace(value=state), message="", deployments={"DecodeWorker": workers, "Gateway": gateway}
+        )
+        return SimpleNamespace(applications={app.APPLICATION: application})
+
+    monkeypatch.setattr(app.serve, "status", status)
+    monkeypatch.setattr(app, "STATUS_PERIOD_S", 0.01)
+
+
+RETRYING = (
+    "A replica failed to start with exception. Retrying 2 more time(s). Error:\nkvferry.errors.X: engine.args.seed: no"
+)
+
+
+def test_a_wait_tells_each_cause_once_and_ends_when_serve_gives_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve_says(
+        monkeypatch, ("DEPLOYING", ""), *[("DEPLOYING", RETRYING)] * 3, ("UNHEALTHY", "a"), ("DEPLOY_FAILED", RETRYING)
+    )
+    with pytest.raises(KvferryError) as caught:
+        app._wait_running(time.monotonic() + 60)
+    assert caught.value.message.startswith(
+        "Ray Serve has given up: the application is DEPLOY_FAILED: DecodeWorker: engine.args.seed: no ("
+    )
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("not healthy yet: DecodeWorker: engine.args.seed: no (")
+    assert second == "not healthy yet: DecodeWorker: a"
+
+
+def test_a_wait_goes_on_while_serve_mends_a_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_says(monkeypatch, ("UNHEALTHY", "a"), ("DEPLOYING", ""), ("RUNNING", ""))
+    app._wait_running(time.monotonic() + 60)
+
+
+def test_a_wait_that_is_over_tells_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_says(monkeypatch, ("UNHEALTHY", RETRYING))
+    with pytest.raises(KvferryError, match=r"still UNHEALTHY: DecodeWorker: engine\.args\.seed: no"):
+        app._wait_running(time.monotonic())

@@ -1,11 +1,16 @@
-"""Processes that use gRPC start others, such as engines, etcd and commands."""
+"""Processes that use gRPC start others, such as engines, etcd and commands; and one fork of a process with threads."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from kvferry.engine.forks import ForkLimits, Outcome, run_in_fork
 
 # As multiprocessing starts engines: without vfork, beside threads that are calling.
 PROGRAM = """
@@ -55,3 +60,44 @@ def test_children_reach_their_program_beside_calls_of_grpc(package: str) -> None
         [sys.executable, "-c", PROGRAM.format(package=package)], capture_output=True, text=True, timeout=120, check=True
     )
     assert ran.stdout == "[0]\n"
+
+
+def _end(payload: bytes) -> bytes:
+    match payload:
+        case b"refuse":
+            raise ValueError("not this")
+        case b"memory":
+            try:
+                return bytes(1 << 30)
+            except MemoryError as error:
+                raise ValueError("a library's own words") from error
+        case b"loop":
+            while True:
+                pass
+        case b"wait":
+            threading.Event().wait()
+        case b"crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return payload[::-1]
+
+
+@pytest.mark.parametrize(
+    ("payload", "outcome", "reason"),
+    [
+        (b"abc", Outcome.OK, ""),
+        (b"refuse", Outcome.REFUSED, "not this"),
+        (b"memory", Outcome.MEMORY, ""),
+        (b"loop", Outcome.CPU_TIME, ""),
+        (b"wait", Outcome.LATE, ""),
+        (b"crash", Outcome.CRASHED, "SIGKILL"),
+    ],
+)
+def test_one_fork_of_a_process_with_threads_ends_within_its_limits(
+    payload: bytes, outcome: Outcome, reason: str
+) -> None:
+    num_threads = threading.active_count()
+    wall_s = 1.0 if payload == b"wait" else 60.0
+    verdict = run_in_fork(_end, payload, ForkLimits(cpu_s=0.3, wall_s=wall_s, memory_bytes=256 << 20))
+    assert (verdict.outcome, verdict.reason) == (outcome, reason)
+    assert verdict.result == (b"cba" if outcome is Outcome.OK else b"")
+    assert threading.active_count() == num_threads

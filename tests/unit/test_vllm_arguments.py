@@ -12,6 +12,7 @@ from kvferry import config as configuration
 from kvferry import vllm_arguments
 from kvferry.errors import ConfigError
 from kvferry.vllm_arguments import KEYS_OF_ROLES, REFUSED, RULES, Rule
+from support.engine_arguments import VALUES
 
 BY_RULE = {rule: [name for name, of_name in RULES.items() if of_name is rule] for rule in Rule}
 
@@ -25,7 +26,7 @@ def parsed(engine: dict[str, Any], **sections: Any) -> configuration.ClusterConf
 
 @given(st.sampled_from(sorted(RULES)), st.booleans(), st.booleans())
 def test_every_argument_is_taken_or_refused_by_its_rule(name: str, of_role: bool, permitted: bool) -> None:
-    args = {name: 1}
+    args = {name: VALUES.get(name, 1)}
     engine: dict[str, Any] = {"device": "gpu"}
     if permitted and RULES[name] is Rule.UNPROVEN:
         engine["unproven"] = [name]
@@ -116,6 +117,7 @@ def test_what_is_not_taken_is_named(engine: dict[str, Any], words: str) -> None:
         ({"prompt_lookup_max": None}, "prompt_lookup_max: expected"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min: expected"),
         ({"prompt_lookup_min": "2"}, "prompt_lookup_min: expected"),
+        ({"prompt_lookup_min": 5}, "prompt_lookup_min: expected at most prompt_lookup_max"),
     ],
 )
 def test_only_ngrams_need_no_permission_to_speculate(change: dict[str, Any], words: str) -> None:

@@ -165,9 +165,9 @@ class ForkServer:
     def _verdict(self, payload: bytes) -> Verdict:
         try:
             result = self._work(payload)
-        except MemoryError:
-            return Verdict(Outcome.MEMORY)
         except Exception as error:
+            if is_of_memory(error):
+                return Verdict(Outcome.MEMORY)
             return Verdict(Outcome.REFUSED, _WHERE.sub("", str(error))[:_MAX_REASON_CHARS])
         return Verdict(Outcome.OK, result=result)
 
@@ -204,6 +204,33 @@ class ForkServer:
             if not fork.killed and now_s >= fork.deadline_s:
                 fork.killed = True
                 os.kill(fork.pid, signal.SIGKILL)  # not reaped yet, so its number is still its own
+
+
+def is_of_memory(error: BaseException | None) -> bool:
+    """Whether memory was short, which libraries tell as other faults."""
+    while error is not None:
+        if isinstance(error, MemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def run_in_fork(work: Callable[[bytes], bytes], payload: bytes, limits: ForkLimits) -> Verdict:
+    """Return the end of one fork of this process, which may have threads: `work` needs none of them."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = threading.Thread(target=ForkServer(theirs, work, limits).run, name="fork")
+        server.start()
+        with ours.makefile("rb") as answers:
+            ours.sendall(frame(Asked(1, payload)))
+            while True:
+                length = int.from_bytes(answers.read(LENGTH_BYTES), "little")
+                answered = msgspec.msgpack.decode(answers.read(length), type=Answered)
+                if answered.number != READY:
+                    break
+        ours.shutdown(socket.SHUT_RDWR)
+        server.join()
+    return answered.verdict
 
 
 def _close_standard_files() -> None:

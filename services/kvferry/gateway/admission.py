@@ -12,7 +12,7 @@ import msgspec
 
 from kvferry.config import DEFAULT_POOL, GatewayConfig
 from kvferry.engine.base import RenderedPrompt
-from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded
+from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded, UnavailableError
 from kvferry.gateway.choices import Usage
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.models import Route
@@ -206,6 +206,20 @@ class Claim:
         finally:
             admission.count(self.tenant, _FETCHES, -num_images)
 
+    @contextlib.contextmanager
+    def counting_images(self, num_choices: int) -> Iterator[None]:
+        """Count a chat before its images cost anything, also if they are refused. Raises as `GatewayLimits.admit`."""
+        limits = self._admission.limits
+        if limits is None or not limits.admit(self.tenant, num_choices, 0):
+            yield
+            return
+        self.num_limited = num_choices
+        try:
+            yield
+        except (Overloaded, UnavailableError):  # no room for them
+            limits.take_back(self.tenant, num_choices)
+            raise
+
     def take_answer(self, prompts: Sequence[RenderedPrompt], n: int) -> None:
         """Take the prompts' tokens and images for an answer of `n` choices per prompt; give the body's bytes back.
 
@@ -227,7 +241,9 @@ class Claim:
         self.take_prompt_tokens(num_prompt_tokens)
         self.hold_images(n * sum(len(image.features) for prompt in prompts for image in prompt.images))
         limits = self._admission.limits
-        if limits is not None and limits.admit(self.tenant, num_choices, num_prompt_tokens):
+        if limits is not None and self.num_limited:
+            limits.used(self.tenant, 0, num_prompt_tokens)
+        elif limits is not None and limits.admit(self.tenant, num_choices, num_prompt_tokens):
             self.num_limited = num_choices
         self._release_body()
 

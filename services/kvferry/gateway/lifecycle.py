@@ -28,7 +28,7 @@ from kvferry.engine.image_chats import ImageChats, ImageSettings, image_identity
 from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm.chat_template import read_chat_template
 from kvferry.engine.vllm.renderer import VllmRenderer
-from kvferry.errors import KvferryError
+from kvferry.errors import ConfigError, KvferryError
 from kvferry.exposition import SpanCounts
 from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import OF_POOL, Admission, Readiness
@@ -110,13 +110,13 @@ def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
             config.sim.max_model_len, tool_parser=model.tool_parser, reasoning_parser=model.reasoning_parser
         )
     model, template = _with_kept_template(_of_engines(config))
-    return VllmRenderer(
-        model_folder,
-        config.served_name,
-        model,
-        _grammar_checks(config, model_folder),
-        _image_chats(config, model_folder, model, template),
-    )
+    grammars, images = _grammar_checks(config, model_folder), _image_chats(config, model_folder, model, template)
+    try:
+        return VllmRenderer(model_folder, config.served_name, model, grammars, images)
+    except ConfigError as error:
+        # Of the template that is kept, whose path says nothing.
+        message = error.message.replace(str(model.chat_template), str(config.model.chat_template))
+        raise ConfigError(message, param=error.param) from None
 
 
 def _with_kept_template(model: ModelConfig) -> tuple[ModelConfig, InheritedFile | None]:

@@ -13,9 +13,9 @@ from msgspec import Meta
 
 from kvferry.errors import InvalidRequest
 from kvferry.gateway import structured_limits
-from kvferry.gateway.chat_images import IMAGE_PART
 from kvferry.gateway.json_text import decode_json, json_type, object_of, require_few_values, surrogate_fault
 from kvferry.gateway.long_texts import LONG_BYTES, decode_in_steps
+from kvferry.gateway.message_parts import check_part
 from kvferry.tenancy.terms import MAX_WANTED_S
 
 # Sent by ordinary clients, without effect on one answer (of an endpoint that has no such field).
@@ -158,17 +158,6 @@ class ToolCall(msgspec.Struct, frozen=True):
     id: str
     type: Literal["function"]
     function: CalledFunction
-
-
-class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    url: str
-    detail: Literal["auto", "low", "high"] | None = None  # no effect: the model's processor decides
-
-
-class ImagePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    # With `uuid` vLLM would take one image for another.
-    type: Literal["image_url"]
-    image_url: ImageUrl
 
 
 class ChatBody(SharedBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -345,7 +334,7 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
 def _check_message(where: str, message: Mapping[str, Any]) -> None:
     role = message.get("role")
     if role not in ROLES:
-        found = repr(role) if isinstance(role, str) else json_type(role)
+        found = repr(role[:64]) if isinstance(role, str) else json_type(role)
         raise InvalidRequest(f"{where}.role: expected one of {', '.join(ROLES)}, not {found}", param=f"{where}.role")
     content = message.get("content")
     if role == "function":
@@ -356,37 +345,21 @@ def _check_message(where: str, message: Mapping[str, Any]) -> None:
         raise InvalidRequest(f"{where}.tool_call_id: expected a string", param=f"{where}.tool_call_id")
     if message.get("tool_calls") is not None:
         _check_tool_calls(f"{where}.tool_calls", role, message["tool_calls"])
+    # vLLM tells a wrong name as a fault of the role, of each kind of message.
+    if not isinstance(message.get("name", ""), str):
+        found = json_type(message["name"])
+        raise InvalidRequest(f"{where}.name: expected a string, not {found}", param=f"{where}.name")
     for name in ("reasoning", "reasoning_content"):
         if not isinstance(message.get(name), str | None):
             raise InvalidRequest(f"{where}.{name}: expected a string", param=f"{where}.{name}")
     if isinstance(content, list):
         for i, part in enumerate(content):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind == IMAGE_PART:
-                _check_image(f"{where}.content[{i}]", role, part)
-            elif kind != "text" or not isinstance(part.get("text"), str):
-                found = repr(kind) if isinstance(kind, str) else json_type(kind)
-                raise InvalidRequest(
-                    f"{where}.content[{i}]: only parts of type 'text' with a string, and 'image_url', are supported, "
-                    f"not {found}",
-                    param=f"{where}.content",
-                )
+            check_part(f"{where}.content[{i}]", role, part)
     elif content is not None and not isinstance(content, str):
         raise InvalidRequest(
             f"{where}.content: expected a string or a list of parts, not {json_type(content)}",
             param=f"{where}.content",
         )
-
-
-def _check_image(where: str, role: str, part: Mapping[str, Any]) -> None:
-    if role != "user":
-        raise InvalidRequest(f"{where}: only messages of users have images, not of {role}", param=where)
-    try:
-        msgspec.convert(part, ImagePart)
-    except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$")
-        place = where + path.strip("`")
-        raise InvalidRequest(f"{place}: {text[0].lower()}{text[1:]}", param=place) from None
 
 
 def _check_tool_calls(where: str, role: str, calls: object) -> None:

@@ -48,6 +48,10 @@ class GatewayLimits:
         if known is not None:
             known.end(num_choices)
 
+    def take_back(self, tenant: str, num_requests: int) -> None:
+        if (known := self._known(tenant)) is not None:
+            known.take_back(num_requests, self._clock())
+
     def used(self, tenant: str, num_requests: int, num_tokens: int) -> None:
         if (known := self._known(tenant)) is not None:
             known.used(num_requests, num_tokens, self._clock())

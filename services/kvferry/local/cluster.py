@@ -34,7 +34,7 @@ from kvferry.local.child import Child, Interrupted, Pace, StartFailed, tail
 from kvferry.local.etcd_process import Etcd, start_etcd
 from kvferry.local.first_answer import FirstAnswer, ask
 from kvferry.local.gateway_access import context_of, url_of, why_not_to_ask
-from kvferry.local.log_excerpts import newest_fault, newest_line
+from kvferry.local.log_excerpts import newest_cause, newest_fault, newest_line
 from kvferry.local.processes import ProcessIdentity, belonging, end_all
 from kvferry.local.progress import NoProgress, Progress
 from kvferry.local.ray_process import Ray, engine_environment, ray_environment, start_ray
@@ -47,6 +47,8 @@ _PORT_PATIENCE_S = 2.0
 _SHOW_LOG_AFTER_S = 20.0
 _RECORD_INTERVAL_S = 5.0
 _HAND_OVER_TIMEOUT_S = 90.0
+_DEPLOY_MARGIN_S = 60.0
+_DEPLOY_END_S = 5.0
 
 
 class AlreadyRunning(LocalError):
@@ -176,8 +178,11 @@ def _start(
         folder.write_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         folder.write_record(record)
         with progress.step(f"prefill, decode and gateway ({config.engine.kind} engine)"):
-            deploy = _deploy(folder, config, ray.address)
-            _wait_ready(folder, config.gateway, _Parts(etcd, ray, deploy), progress, pace, timeout_s)
+            # Its wait ends after the one below, which also takes a cluster that serves without all workers.
+            deploy = _deploy(folder, config, ray.address, "--wait", str(timeout_s + _DEPLOY_MARGIN_S))
+            parts = _Parts(etcd, ray, deploy)
+            _wait_ready(folder, config.gateway, parts, progress, pace, timeout_s)
+            parts.end_deploy(pace)
         first_answer = None
         if with_first_answer and (reason := why_not_to_ask(config.gateway)):
             progress.say(f"no first question: {reason}")
@@ -269,6 +274,7 @@ def _change_models(
 
         def deployed() -> bool:
             parts.check()
+            progress.detail(newest_cause(deploy.log))
             return deploy.has_ended()
 
         if not pace.until(deployed, deadline=time.monotonic() + timeout_s, step_s=_POLL_S):
@@ -289,7 +295,14 @@ class _Parts:
         if not all(pillar.is_alive() for pillar in self.ray.pillars):
             raise StartFailed("Ray died")
         if self.deploy.exit_code() not in (None, 0):
+            if cause := newest_cause(self.deploy.log):
+                raise StartFailed(cause)
             raise self.deploy.failure()
+
+    def end_deploy(self, pace: Pace) -> None:
+        """Wait for the deploying process, or end it where it still waits for workers."""
+        if not pace.until(self.deploy.has_ended, deadline=time.monotonic() + _DEPLOY_END_S):
+            self.deploy.identity.send(signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +329,9 @@ def _wait_ready(
         if seen.ready and not seen.waiting_for:
             return True
         detail = f"waiting for {', '.join(seen.waiting_for)}"
-        if time.monotonic() - started_s > _SHOW_LOG_AFTER_S and (line := newest_fault(folder)):
+        if cause := newest_cause(parts.deploy.log):
+            detail += f" | {cause}"
+        elif time.monotonic() - started_s > _SHOW_LOG_AFTER_S and (line := newest_fault(folder)):
             detail += f" | {line}"
         progress.detail(detail)
         return False
@@ -324,9 +339,13 @@ def _wait_ready(
     if pace.until(ready, deadline=started_s + timeout_s, step_s=_POLL_S):
         return
     if seen.ready:
-        progress.say(f"it serves, but after {timeout_s:.0f} s is still waiting for {', '.join(seen.waiting_for)}")
+        cause = newest_cause(parts.deploy.log)
+        progress.say(
+            f"it serves, but after {timeout_s:.0f} s is still waiting for {', '.join(seen.waiting_for)}"
+            + (f" | {cause}" if cause else "")
+        )
         return
-    line = newest_line(folder)
+    line = newest_cause(parts.deploy.log) or newest_line(folder)
     raise StartFailed(
         f"not ready after {timeout_s:.0f} s, still waiting for {', '.join(seen.waiting_for)}"
         + (f"\n    newest in the logs: {line}" if line else "")

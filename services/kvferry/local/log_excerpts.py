@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvferry.deployment_causes import CAUSE_MARK, GIVEN_UP
 from kvferry.local.run_folder import RunFolder
 
 _READ_BYTES = 32 * 1024
@@ -22,6 +23,12 @@ def newest_fault(folder: RunFolder) -> str | None:
             if _FAULT.search(line) and not _NOISE.search(line):
                 return _shortened(line)
     return None
+
+
+def newest_cause(log: Path) -> str:
+    """Return the cause that the deploying process wrote last, or an empty string."""
+    last = "".join(_end_of(log)[-1:])
+    return last.removeprefix(CAUSE_MARK) if last.startswith((CAUSE_MARK, GIVEN_UP)) else ""
 
 
 def newest_line(folder: RunFolder) -> str | None:

@@ -128,6 +128,10 @@ class TenantLimits:
     def end(self, num_choices: int) -> None:
         self.num_choices -= num_choices
 
+    def take_back(self, num_requests: int, now_s: float) -> None:
+        self._num_own -= num_requests
+        self._spend(-num_requests, 0, now_s)
+
     def used(self, num_requests: int, num_tokens: int, now_s: float) -> None:
         """Note admissions of other gateways, and tokens of answers."""
         self._num_others += num_requests

@@ -69,6 +69,7 @@ def build_engine(
         volume_pool=volume_pool or "",
         has_tenants=config.gateway.tenants_in_etcd,
         adapters=config.adapters,
+        argument_keys=config.argument_keys(kind.value, pool),
     )
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvferry import config as configuration
 from kvferry import model_folder
+from kvferry.argument_values import EXPECTED, OneOf, Whole
 from kvferry.config import EngineConfig, ModelConfig
-from kvferry.errors import ConfigError
+from kvferry.engine.vllm.engine import VllmEngine
+from kvferry.errors import ConfigError, UnsupportedEngine
 from kvferry.pages.exchange import ARGUMENTS
 from kvferry.vllm_arguments import FREE_VARIABLES, RULES, Rule
+from support.engine_arguments import VALUES
 
 pytest.importorskip("vllm")
 
@@ -94,10 +98,127 @@ def test_ten_arguments_reach_the_engines_configuration() -> None:
     ],
 )
 def test_a_value_that_vllm_refuses_is_named_with_its_reason(args: dict[str, Any], words: str) -> None:
+    from kvferry.engine.vllm.argument_parser import parsed
+
     with pytest.raises(ConfigError) as caught:
-        vllm_config_of(EngineConfig(args=args))
+        parsed(args, {})
     assert words in caught.value.message
     assert len(caught.value.message) < 1000
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_vllm_takes_what_is_expected_of_an_argument(name: str) -> None:
+    from kvferry.engine.vllm.argument_parser import parsed
+
+    expected, values = EXPECTED[name], [VALUES[name]]
+    if isinstance(expected, Whole):
+        values += [expected.low, expected.high]
+    elif isinstance(expected, OneOf):
+        values += expected.choices
+    for value in values:
+        assert name in parsed({name: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stream_interval", 0),
+        ("offload_num_in_group", 0),
+        ("cpu_offload_gb", -1),
+        ("max_num_active_seqs", 0),
+        ("decode_context_parallel_size", 0),
+        ("numa_bind_cpus", ["9-1"]),
+        ("custom_histogram_buckets", {"nonsense": [1]}),
+        ("show_hidden_metrics_for_version", "x"),
+        ("compilation_config", {"x": 1}),
+        ("profiler_config", {"profiler": "\u00df" * 5000}),
+    ],
+)
+def test_a_value_that_vllms_classes_refuse_is_named_by_the_key_it_was_given_by(name: str, value: Any) -> None:
+    """Its parser takes it, and its configuration would end the engine's start without a key."""
+    from kvferry.engine.vllm.argument_parser import parsed
+
+    with pytest.raises(ConfigError) as caught:
+        parsed({"seed": 1, name: value}, {"seed": "engine.args.seed", name: f"decode.engine.args.{name}"})
+    assert caught.value.message.startswith(f"decode.engine.args.{name}: vLLM refuses it: ")
+    assert "pydantic.dev" not in caught.value.message
+    assert len(caught.value.message) < 700
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"speculative_config": {"method": "nonsense", "num_speculative_tokens": 1}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": -1}},
+        {"speculative_config": {"x" * 5000: 1}},
+        {"long_prefill_token_threshold": 10**6},
+        {"numa_bind_nodes": [0]},
+        {"quantization": "nonsense"},
+    ],
+)
+def test_what_the_whole_configuration_refuses_names_the_argument(args: dict[str, Any]) -> None:
+    from kvferry.engine.vllm.argument_parser import refusal
+
+    (name,) = args
+    args = {"watermark": 0.1, **args}
+    with pytest.raises(Exception) as caught:
+        vllm_config_of(EngineConfig(args=args))
+    message = refusal(caught.value, args, {})
+    assert message.startswith(f"engine.args.{name}: vLLM refuses it: ")
+    assert "watermark" not in message
+    assert len(message) < 1000
+
+
+async def test_the_start_of_an_engine_ends_with_the_key() -> None:
+    args = {"watermark": 0.1, "long_prefill_token_threshold": 10**6}
+    key = "decode.engine.args.long_prefill_token_threshold"
+    engine = VllmEngine(
+        str(model_folder.resolve("default")),
+        ModelConfig(),
+        EngineConfig(args=args),
+        producer=False,
+        argument_keys={"long_prefill_token_threshold": key},
+    )
+    try:
+        with pytest.raises(UnsupportedEngine) as caught:
+            await engine.start()
+        assert caught.value.message.startswith(f"{key}: vLLM refuses it: ")
+    finally:
+        await engine.stop()
+
+
+def test_an_error_that_names_no_argument_has_the_keys_of_all() -> None:
+    from kvferry.engine.vllm.argument_parser import refusal
+
+    args: dict[str, Any] = dict.fromkeys(map(str, range(64)), 1)
+    message = refusal(RuntimeError("Engine core initialization failed. " * 100), args, {"0": "decode.engine.args.0"})
+    assert message.startswith("vLLM did not start: Engine core")
+    assert "(given to it: decode.engine.args.0, engine.args.1, " in message
+    assert len(message) < 1000
+    assert refusal(ValueError("much"), {}, {}) == "vLLM refuses this configuration: much"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            {"max_num_scheduled_tokens": 10**6},
+            "max_num_scheduled_tokens: expected at most max_num_batched_tokens (2048)",
+        ),
+        ({"num_gpu_blocks_override": 10**6}, "num_gpu_blocks_override: engine.kv_cache_gib holds "),
+        ({"numa_bind": True, "numa_bind_nodes": [1]}, "numa_bind_nodes: this machine has no NUMA node 1"),
+    ],
+)
+def test_an_engine_does_not_start_with_what_would_end_it_later(
+    args: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    from kvferry.engine.vllm.start_checks import why_not_startable
+
+    (tmp_path / "node0").mkdir()
+    engine = EngineConfig(args=args, max_num_batched_tokens=2048)
+    assert why_not_startable(vllm_config_of(engine), engine, {}, tmp_path).startswith(f"engine.args.{words}")
+    fine = EngineConfig(args={"max_num_scheduled_tokens": 200, "num_gpu_blocks_override": 16})
+    assert why_not_startable(vllm_config_of(fine), fine, {}, tmp_path) == ""
 
 
 def test_a_variable_that_vllm_does_not_know_is_named() -> None:
@@ -129,6 +250,14 @@ def test_the_printed_command_line_is_one_that_vllm_parses() -> None:
     assert (parsed.seed, parsed.watermark, parsed.block_size) == (7, 0.5, 32)
     assert parsed.kv_transfer_config is not None
     assert "--watermark" not in command_line(config, "prefill")
+    wrong = configuration.parse(
+        {
+            "model": {"path": "some/model"},
+            "decode": {"engine": {"args": {"custom_histogram_buckets": {"nonsense": [1]}}}},
+        }
+    )
+    with pytest.raises(ConfigError, match=r"^decode\.engine\.args\.custom_histogram_buckets: vLLM .*family"):
+        command_line(wrong, "decode")
 
 
 def test_vllm_has_no_ranks_of_data_parallel_to_show_on_a_cpu() -> None:

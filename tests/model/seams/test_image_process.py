@@ -343,7 +343,9 @@ async def test_a_template_s_refusal_says_that_it_is_the_template_s(
     folder: str, tmp_path: Path, has_image: bool
 ) -> None:
     file = tmp_path / "chat.jinja"
-    file.write_text("{% if messages %}{{ raise_exception('no answers today') }}{% endif %}")
+    # Not of the gateway's own message, without which it would not start.
+    own = "messages|length == 1 and 'hello' in messages[0].content|string"
+    file.write_text("{% if not (" + own + ") %}{{ raise_exception('no answers today') }}{% endif %}")
     config = configuration.parse({**CONFIG, "model": {"chat_template": str(file)}})
     made = await asyncio.to_thread(build_renderer, config, folder)
     assert isinstance(made, VllmRenderer)
@@ -355,6 +357,16 @@ async def test_a_template_s_refusal_says_that_it_is_the_template_s(
         await made.close()
     assert refused.value.message == "messages: the model's chat template refuses them: no answers today"
     assert refused.value.param == "messages"
+
+
+async def test_a_gateway_does_not_start_with_a_template_that_refuses_all_and_names_its_file(
+    folder: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{% if messages %}{{ raise_exception('no answers today') }}{% endif %}")
+    config = configuration.parse({**CONFIG, "model": {"chat_template": str(file)}})
+    with pytest.raises(ConfigError, match=rf"^model\.chat_template: {file}: it refuses .*: no answers today$"):
+        await asyncio.to_thread(build_renderer, config, folder)
 
 
 async def test_texts_and_images_keep_the_template_that_the_gateway_read(folder: str, tmp_path: Path) -> None:

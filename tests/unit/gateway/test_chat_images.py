@@ -10,12 +10,14 @@ import pytest
 
 from kvferry.config import GatewayConfig, ImagesConfig
 from kvferry.engine.base import PromptImage, RenderedPrompt, Sampling
-from kvferry.errors import InvalidRequest, Overloaded, TenantOverloaded
-from kvferry.gateway.admission import Admission, Readiness
+from kvferry.errors import InvalidRequest, KvferryError, Overloaded, TenantLimited, TenantOverloaded
+from kvferry.gateway.admission import Admission, Claim, Readiness
 from kvferry.gateway.chat_images import ChatImages
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.openai_bodies import MAX_PARTS, chat_of, for_renderer
+from kvferry.gateway.tenant_limits import GatewayLimits
 from kvferry.gateway.tenant_requests import TenantRequests
+from kvferry.tenancy.limits import LimitName, Limits
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)
 FILES = {
@@ -188,9 +190,9 @@ async def test_images_of_a_request_are_limited() -> None:
 @pytest.mark.parametrize(
     ("wrong", "place"),
     [
-        ({"type": "image_url"}, WHERE),
+        ({"type": "image_url"}, f"{WHERE}.image_url"),
         ({"type": "image_url", "image_url": "https://images.example/a.png"}, f"{WHERE}.image_url"),
-        ({"type": "image_url", "image_url": {}}, f"{WHERE}.image_url"),
+        ({"type": "image_url", "image_url": {}}, f"{WHERE}.image_url.url"),
         (part(5), f"{WHERE}.image_url.url"),
         (part(None), f"{WHERE}.image_url.url"),
         (part("data:", detail="huge"), f"{WHERE}.image_url.detail"),
@@ -214,7 +216,7 @@ def test_only_users_send_images(role: str) -> None:
 
 @pytest.mark.parametrize("kind", ["input_image", "image", "image_embeds", "input_audio", "video_url", "file"])
 def test_other_parts_are_refused(kind: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"and 'image_url', are supported, not '{kind}'"):
+    with pytest.raises(InvalidRequest, match=f"expected 'text' or 'image_url', not '{kind}'"):
         messages_of({"type": kind, kind: {"url": data_url(PNG)}})
 
 
@@ -272,3 +274,47 @@ def test_a_tenant_leaves_room_for_images_of_others() -> None:
         with pytest.raises(TenantOverloaded, match="bytes of images"):
             other.claim.hold_images(1)
     assert gateway.num_image_bytes == 0
+
+
+def limited(gateway: Admission, claim: Claim) -> GatewayLimits:
+    """Give the gateway a tenant, the claim's, with a burst of one request."""
+    gateway.by_tenant = TenantRequests()
+    contract = Limits(requests_per_minute=6, tokens_per_minute=600)
+    limits = gateway.limits = GatewayLimits({"acme": contract}.get, lambda: 0.0)
+    claim.tenant = "acme"
+    return limits
+
+
+def test_a_chat_with_images_counts_once_and_its_prompt_when_it_is_rendered() -> None:
+    gateway = admission()
+    with gateway.count_request("chat_completions") as one:
+        limits = limited(gateway, one.claim)
+        with one.claim.counting_images(1):
+            assert limits._by_tenant["acme"].num_choices == 1
+        one.claim.take_answer([RenderedPrompt([1] * 90, Sampling(max_tokens=1))], 1)
+        known = limits._by_tenant["acme"]
+        assert {name: bucket._level for name, bucket in known._buckets.items()} == {
+            LimitName.REQUESTS: 0.0,
+            LimitName.TOKENS: 10.0,
+        }
+    assert known.num_choices == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "level"), [(InvalidRequest("a file that is no image"), 0.0), (Overloaded("64 chats wait"), 1.0)]
+)
+def test_refused_images_count_and_those_without_room_do_not(error: KvferryError, level: float) -> None:
+    gateway = admission()
+    with gateway.count_request("chat_completions") as one:
+        limits = limited(gateway, one.claim)
+        with pytest.raises(type(error)), one.claim.counting_images(1):
+            raise error
+        known = limits._by_tenant["acme"]
+        assert known._buckets[LimitName.REQUESTS]._level == level
+    assert known.num_choices == 0
+    if not level:
+        with gateway.count_request("chat_completions") as other:
+            other.claim.tenant = "acme"
+            with pytest.raises(TenantLimited):
+                other.claim.counting_images(1).__enter__()
+        assert known.num_choices == 0

@@ -68,8 +68,8 @@ def called(name: str, arguments: str, role: str = "assistant") -> dict[str, Any]
         ),
         (
             chat(messages=[{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]),
-            "only parts of type 'text'",
-            "messages[0].content",
+            "expected 'text' or 'image_url', not 'input_audio'",
+            "messages[0].content[0].type",
         ),
         (chat(max_tokens="many"), "max_tokens: expected `int | null`, got `str`", "max_tokens"),
         (chat(max_tokens=0), "max_tokens: expected `int` >= 1", "max_tokens"),

@@ -17,6 +17,7 @@ from kvferry.config import GatewayConfig
 from kvferry.local import cluster
 from kvferry.local.child import Pace, StartFailed
 from kvferry.local.progress import NoProgress
+from kvferry.local.ray_process import Ray
 from kvferry.local.run_folder import RunFolder
 
 ALL_HERE = {"ready": True, "waiting_for": []}
@@ -27,6 +28,10 @@ NOT_READY = {"ready": False, "waiting_for": ["prefill worker", "decode worker"]}
 class Said(NoProgress):
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.details: list[str] = []
+
+    def detail(self, text: str) -> None:
+        self.details.append(text)
 
     def say(self, text: str) -> None:
         self.lines.append(text)
@@ -61,15 +66,24 @@ def gateway(answers: Sequence[dict[str, Any]]) -> Iterator[tuple[GatewayConfig, 
         server.server_close()
 
 
-class Parts:
-    deploy: Any = None
+class Deploy:
+    def __init__(self, log: Path, exit_code: int | None = None) -> None:
+        self.log = log
+        self._exit_code = exit_code
 
-    def check(self) -> None:
-        pass
+    def exit_code(self) -> int | None:
+        return self._exit_code
+
+    def failure(self) -> StartFailed:
+        return StartFailed("the end of its log")
 
 
-def wait_ready(tmp_path: Path, config: GatewayConfig, said: Said, timeout_s: float) -> None:
-    parts: Any = Parts()
+def wait_ready(
+    tmp_path: Path, config: GatewayConfig, said: Said, timeout_s: float, log: str = "", exit_code: int | None = None
+) -> None:
+    deploy: Any = Deploy(tmp_path / "deploy.log", exit_code)
+    deploy.log.write_text(log)
+    parts = cluster._Parts(None, Ray("", ()), deploy)
     cluster._wait_ready(RunFolder(tmp_path), config, parts, said, Pace(said.tick), timeout_s)
 
 
@@ -92,9 +106,37 @@ def test_a_worker_that_does_not_come_is_named_and_the_others_serve(tmp_path: Pat
 
 
 def test_a_cluster_that_does_not_get_ready_names_its_missing_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    Parts.deploy = type("Deploy", (), {"log": tmp_path / "deploy.log"})
-    Parts.deploy.log.write_text("")
     with gateway([NOT_READY]) as (config, _), pytest.raises(StartFailed, match="prefill worker, decode worker"):
         wait_ready(tmp_path, config, Said(), 1.0)
+
+
+RETRYING = "INFO Started Serve\nnot healthy yet: DecodeWorker: engine.args.seed: no (A replica failed to start.)\n"
+GIVEN_UP = "Ray Serve has given up: the application is DEPLOY_FAILED: DecodeWorker: engine.args.seed: no"
+
+
+def test_a_cause_is_shown_while_serve_tries_again_and_when_the_time_is_over(tmp_path: Path) -> None:
+    said = Said()
+    with gateway([NOT_READY]) as (config, _), pytest.raises(StartFailed, match=r"newest in the logs: DecodeWorker: en"):
+        wait_ready(tmp_path, config, said, 1.0, RETRYING)
+    assert said.details[0].endswith(" | DecodeWorker: engine.args.seed: no (A replica failed to start.)")
+
+
+def test_a_part_that_serve_still_mends_is_named_with_the_cause(tmp_path: Path) -> None:
+    said = Said()
+    with gateway([ONE_IS_MISSING]) as (config, _):
+        wait_ready(tmp_path, config, said, 1.0, RETRYING)
+    (line,) = said.lines
+    assert "still waiting for decode worker | DecodeWorker: engine.args.seed: no" in line
+
+
+def test_a_start_ends_at_once_where_serve_has_given_up(tmp_path: Path) -> None:
+    with gateway([ONE_IS_MISSING]) as (config, _), pytest.raises(StartFailed) as caught:
+        wait_ready(tmp_path, config, Said(), 60.0, RETRYING + GIVEN_UP + "\n\n", exit_code=1)
+    assert caught.value.message == GIVEN_UP
+
+
+def test_another_end_of_the_deploying_process_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    with gateway([NOT_READY]) as (config, _), pytest.raises(StartFailed, match="the end of its log"):
+        wait_ready(tmp_path, config, Said(), 60.0, RETRYING + "RuntimeError: x\n", exit_code=1)

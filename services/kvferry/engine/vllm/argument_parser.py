@@ -1,19 +1,26 @@
-"""Values of `engine.args` and variables of `engine.env`, as vLLM's own parser takes them."""
+"""Values of `engine.args` and variables of `engine.env`, as vLLM's own parser and configuration classes take them."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from kvferry.errors import ConfigError
 
 _MAX_REASON = 500  # characters
+_MAX_BLAMED = 8  # arguments in one error
 
 
-def parsed(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with vLLM's types. Raises ConfigError with vLLM's reason and the argument's key."""
+def parsed(args: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments with vLLM's types. Raises ConfigError with vLLM's reason and the argument's key.
+
+    `keys` is of `ClusterConfig.argument_keys`; an argument that it lacks was given in `engine.args`.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -27,14 +34,86 @@ def parsed(args: Mapping[str, Any]) -> dict[str, Any]:
     known = {action.dest for action in parser._actions}
     values = {}
     for name, value in args.items():
+        key = key_of(name, keys)
         if name not in known:
-            raise ConfigError(f"engine.args.{name}: vLLM takes no such argument on its command line")
+            raise ConfigError(f"{key}: vLLM takes no such argument on its command line")
         try:
             values[name] = getattr(parser.parse_args(words(name, value)), name)
+            reason = _why_no_field(name, values[name])
         # Types of arguments raise whatever they like.
         except Exception as error:
-            raise ConfigError(f"engine.args.{name}: vLLM refuses it: {str(error)[:_MAX_REASON]}") from None
+            reason = vllm_reason(error)
+        if reason:
+            raise ConfigError(f"{key}: vLLM refuses it: {reason}")
     return values
+
+
+def key_of(name: str, keys: Mapping[str, str]) -> str:
+    return keys.get(name, f"engine.args.{name}")
+
+
+def _why_no_field(name: str, value: Any) -> str:
+    """Return why vLLM's configuration class refuses a value: its parser knows no ranges."""
+    from pydantic import ValidationError
+
+    for owner in _classes_by_field().get(name, ()):
+        try:
+            # Without the class's constructor, which may need a model.
+            owner.__pydantic_validator__.validate_assignment(object.__new__(owner), name, value)
+        except ValidationError as error:
+            reasons = [each["msg"] for each in error.errors(include_url=False) if each["loc"][:1] == (name,)]
+            if reasons:
+                return "; ".join(reasons)[:_MAX_REASON]
+        # Checks of several fields find the others missing.
+        except Exception:
+            continue
+    return ""
+
+
+@functools.cache
+def _classes_by_field() -> Mapping[str, list[Any]]:
+    from vllm import config
+
+    found: dict[str, list[Any]] = {}
+    for name in dir(config):
+        owner = getattr(config, name)
+        # A draft's settings share names with the model's.
+        if (
+            name.endswith("Config")
+            and dataclasses.is_dataclass(owner)
+            and name not in ("VllmConfig", "SpeculativeConfig")
+        ):
+            for field in dataclasses.fields(owner):
+                found.setdefault(field.name, []).append(owner)
+    return found
+
+
+def vllm_reason(error: BaseException) -> str:
+    """Return an error's own words, bounded, without pydantic's addresses."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        parts = [
+            f"{'.'.join(map(str, each['loc']))}: {each['msg']}".lstrip(": ") for each in error.errors(include_url=False)
+        ]
+        text = f"{error.title}: {'; '.join(parts)}"
+    else:
+        text = str(error) or type(error).__name__
+    text = re.sub(r" ?For further information visit https://errors\.pydantic\.dev\S*", "", " ".join(text.split()))
+    return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 1] + "…"
+
+
+def refusal(error: BaseException, args: Mapping[str, Any], keys: Mapping[str, str]) -> str:
+    """Return vLLM's reason against a whole configuration, with the keys of arguments that it names, or else of all."""
+    reason = vllm_reason(error)
+    about = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", reason).lower().replace("-", "_")
+    named = [name for name in args if re.search(rf"\b{re.escape(name)}\b", about)]
+    blamed = [key_of(name, keys) for name in named or args]
+    shown = ", ".join(blamed[:_MAX_BLAMED]) + (", …" if len(blamed) > _MAX_BLAMED else "")
+    if named:
+        return f"{shown}: vLLM refuses it: {reason}"
+    what = "refuses this configuration" if isinstance(error, ValueError) else "did not start"
+    return f"vLLM {what}: {reason}" + (f" (given to it: {shown})" if shown else "")
 
 
 def words(name: str, value: Any) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvferry.config import AdaptersConfig, EngineConfig, ModelConfig, TierConfig
@@ -40,8 +42,9 @@ def engine_arguments(
     has_tenants: bool = False,
     adapters: AdaptersConfig = AdaptersConfig(),  # noqa: B008 - frozen
     draft: DraftModel | None = None,
+    keys: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Raises ConfigError for values of `engine.args` that vLLM refuses."""
+    """Raises ConfigError for values of `engine.args` that vLLM refuses. `keys` as for `parsed`."""
     on_cpu = engine.device == "cpu"
     optional: dict[str, Any] = {
         "max_model_len": model.max_model_len,
@@ -80,7 +83,7 @@ def engine_arguments(
         },
         **{name: value for name, value in optional.items() if value is not None},
         **(lora_arguments(adapters) if adapters.served else {}),
-        **_arguments_of_operator(engine, draft, producer=kv_transfer["kv_role"] == _PRODUCER),
+        **_arguments_of_operator(engine, keys, draft, producer=kv_transfer["kv_role"] == _PRODUCER),
     }
 
 
@@ -93,8 +96,10 @@ def lora_arguments(adapters: AdaptersConfig) -> dict[str, Any]:
     }
 
 
-def _arguments_of_operator(engine: EngineConfig, draft: DraftModel | None, *, producer: bool) -> dict[str, Any]:
-    values, compared = parsed(engine.args), engine.args
+def _arguments_of_operator(
+    engine: EngineConfig, keys: Mapping[str, str], draft: DraftModel | None, *, producer: bool
+) -> dict[str, Any]:
+    values, compared = parsed(engine.args, keys), engine.args
     if draft is not None:
         values[SPECULATION] = draft.for_engine(values[SPECULATION], producer=producer)
         compared = {**compared, SPECULATION: draft.for_digest()}

@@ -31,6 +31,7 @@ def command_line(config: ClusterConfig, role: str, pool: str = "") -> str:
         replay_endpoint=_LATER,
         has_tenants=tenants,
         adapters=config.adapters,
+        keys=config.argument_keys(role, pool),
     )
     # As the operator wrote them: vLLM's parser may have made objects of them.
     arguments |= engine.args

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvferry.addresses import free_port
@@ -58,7 +59,7 @@ from kvferry.engine.vllm.arguments import (
 from kvferry.engine.vllm.draft_model import DraftModel
 from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator, structured_outputs_config
 from kvferry.engine.vllm.weights import weights_revision
-from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
+from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, UnsupportedEngine
 from kvferry.model_folder import cache_folder
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
 from kvferry.quality.report import QualityReport, read_report, why_not_shown
@@ -90,7 +91,9 @@ class VllmEngine:
         volume_pool: str = "",
         has_tenants: bool = False,
         adapters: AdaptersConfig = AdaptersConfig(),  # noqa: B008 - frozen
+        argument_keys: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self._argument_keys = argument_keys
         self._adapters_config = adapters
         self._adapters = Adapters((), adapters.num_loaded)
         self._tier = tier if tier is not None else TierConfig()
@@ -160,11 +163,12 @@ class VllmEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from kvferry.engine.vllm.argument_parser import check_variables
+        from kvferry.engine.vllm.argument_parser import check_variables, refusal
         from kvferry.engine.vllm.continuation import Continuations
         from kvferry.engine.vllm.model_kinds import why_refused
         from kvferry.engine.vllm.parsing import Parsers, check_names
         from kvferry.engine.vllm.prompt_sources import PromptSourceRecorder
+        from kvferry.engine.vllm.start_checks import why_not_startable
         from kvferry.engine.vllm.stat_logger import EngineStatLogger
 
         check_names(self._model)
@@ -188,12 +192,17 @@ class VllmEngine:
             vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
             if reason := why_refused(vllm_config, has_tiers=self._tier.enabled, unproven=self._config.unproven):
                 raise UnsupportedEngine(reason)
+            if reason := why_not_startable(vllm_config, self._config, self._argument_keys):
+                raise UnsupportedEngine(reason)
             self._require_quality(vllm_config)
             self._llm = AsyncLLM.from_vllm_config(
                 vllm_config, stat_loggers=[make_counters], enable_log_requests=arguments.enable_log_requests
             )
-        except ValueError as error:
-            raise UnsupportedEngine(f"vLLM refuses this configuration: {error}") from error
+        except KvferryError:
+            raise
+        # Of vLLM's checks and of the libraries below it.
+        except Exception as error:
+            raise UnsupportedEngine(refusal(error, self._config.args, self._argument_keys)) from error
         self._stat_logger = counters[0]
         self._prompt_sources = PromptSourceRecorder(self._llm.output_processor)
         self._continuations = Continuations(self._llm.output_processor)
@@ -251,6 +260,7 @@ class VllmEngine:
             has_tenants=self._has_tenants,
             adapters=self._adapters_config,
             draft=self._draft,
+            keys=self._argument_keys,
         )
 
     def _events_endpoint(self) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from kvferry.config import ModelConfig
-from kvferry.engine.forks import ForkLimits, ForkServer
+from kvferry.engine.forks import ForkLimits, ForkServer, is_of_memory
 from kvferry.engine.image_chats import (
     AskedImage,
     ImageChat,
@@ -79,7 +79,7 @@ class ImagePrompts:
         try:
             rendered = asyncio.run(self._prompts.chat(body))
         except InvalidRequest as error:
-            if _is_of_memory(error):
+            if is_of_memory(error):
                 raise MemoryError from None
             # vLLM does not say which image it cannot decode.
             new = [image for image in chat.images if image.prepared is None]
@@ -125,15 +125,6 @@ class ImagePrompts:
                 f"messages: beside images no text may have {token!r}, which marks an image's place for the model",
                 param="messages",
             )
-
-
-def _is_of_memory(error: BaseException | None) -> bool:
-    """Whether memory was short, which vLLM tells as a fault of the image."""
-    while error is not None:
-        if isinstance(error, MemoryError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _not_taken(images: Sequence[AskedImage]) -> InvalidRequest:

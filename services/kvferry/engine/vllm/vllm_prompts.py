@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from kvferry.config import ModelConfig
 from kvferry.engine.vllm.chat_template import read_chat_template
 from kvferry.engine.vllm.plain_prompts import Rendered
+from kvferry.engine.vllm.template_check import check_template
 from kvferry.engine.vllm.text_model import text_model_config
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
 
@@ -24,7 +25,7 @@ class VllmPrompts:
         """`model.dtype` is the engines'.
 
         Raises ConfigError for parsers that vLLM does not have, or that do not fit the tokenizer, and for a chat
-        template that is none.
+        template that is none or fails.
         """
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -45,6 +46,7 @@ class VllmPrompts:
             renderer_num_workers=1,
         )
         self.online = _online_renderer(self.model_config, model)
+        check_template(self.online, model)  # first: vLLM renders a message here without a limit
         self.online.warmup()
         self._model = model
         self._served_name = served_name
@@ -117,10 +119,8 @@ class VllmPrompts:
         try:
             result = await render(kind.model_validate({**body, "model": self._served_name}))
         except ValidationError as error:
-            fault = error.errors()[0]
-            # vLLM's wrapping validators add parts such as "function-wrap[...]".
-            where = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
-            raise InvalidRequest(f"{where or 'body'}: {fault['msg']}", param=where or None) from None
+            where, reason = _fault_of(error)
+            raise InvalidRequest(f"{where or 'body'}: {reason}", param=where or None) from None
         except TimeoutError:
             # Of vLLM's own limit. Past this method it would be taken for the end of the request's time.
             raise InvalidRequest(
@@ -140,6 +140,16 @@ class VllmPrompts:
         if isinstance(result, ErrorResponse):
             raise _from_vllm(result.error.message, result.error.param)
         return result
+
+
+def _fault_of(error: ValidationError) -> tuple[str, str]:
+    faults = error.errors(include_url=False)
+    # Each kind of message that vLLM knows tells why it is not meant: other kinds by their role.
+    fault = next((fault for fault in faults if fault["loc"][-1:] != ("role",)), faults[0])
+    # vLLM's wrapping validators add parts such as "function-wrap[...]", and unions their classes.
+    parts = [part for part in fault["loc"] if "[" not in str(part) and not str(part)[:1].isupper()]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return where.lstrip("."), fault["msg"]
 
 
 def _is_of_template(error: BaseException | None) -> bool:

@@ -1,0 +1,197 @@
+"""Expected values of the free and equal arguments of `engine.args`. With others vLLM hangs, dies or exhausts memory."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+_MAX_WHOLE = 2**63 - 1
+_MAX_DEPTH = 16  # of lists and mappings in each other
+_MAX_DIGITS = 32
+_POWER_OF_SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_WITH_SUFFIX = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])", re.ASCII)
+_WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+
+
+class Expected(Protocol):
+    def takes(self, value: object) -> bool: ...
+
+    def __str__(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    low: int
+    high: int
+    has_suffixes: bool = False  # of vLLM's `human_readable_int`
+
+    def takes(self, value: object) -> bool:
+        number = _whole(value, has_suffixes=self.has_suffixes)
+        return number is not None and self.low <= number <= self.high
+
+    def __str__(self) -> str:
+        return f"a whole number from {self.low} to {self.high}" + (", or as in 4G" if self.has_suffixes else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Fraction:
+    with_one: bool
+
+    def takes(self, value: object) -> bool:
+        try:
+            number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else -1.0
+        except (ValueError, OverflowError):
+            return False
+        return 0 < number <= 1 if self.with_one else 0 <= number < 1
+
+    def __str__(self) -> str:
+        return "a number above 0, at most 1" if self.with_one else "a number from 0, below 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    def takes(self, value: object) -> bool:
+        return isinstance(value, bool)
+
+    def __str__(self) -> str:
+        return "true or false"
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    choices: tuple[str, ...]
+
+    def takes(self, value: object) -> bool:
+        return value in self.choices
+
+    def __str__(self) -> str:
+        return "one of " + ", ".join(self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    pattern: str
+    example: str
+
+    def takes(self, value: object) -> bool:
+        is_scalar = isinstance(value, str | int | float) and not isinstance(value, bool)
+        return is_scalar and bool(re.fullmatch(self.pattern, str(value), re.ASCII))
+
+    def __str__(self) -> str:
+        return f"a text as {self.example!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    each: Expected
+    max_length: int
+
+    def takes(self, value: object) -> bool:
+        return isinstance(value, list) and 1 <= len(value) <= self.max_length and all(map(self.each.takes, value))
+
+    def __str__(self) -> str:
+        return f"a list of 1 to {self.max_length}, each {self.each}"
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    max_families: int
+    max_bounds: int  # each is one more time series of each metric of the family
+
+    def takes(self, value: object) -> bool:
+        return (
+            isinstance(value, Mapping) and 1 <= len(value) <= self.max_families and all(map(self._fits, value.values()))
+        )
+
+    def _fits(self, bounds: object) -> bool:
+        if not isinstance(bounds, list) or not 1 <= len(bounds) <= self.max_bounds:
+            return False
+        if any(isinstance(each, bool) or not isinstance(each, int | float) or not 0 < each < 2**63 for each in bounds):
+            return False
+        return all(low < high for low, high in itertools.pairwise(bounds))
+
+    def __str__(self) -> str:
+        return (
+            f"a mapping of 1 to {self.max_families} families, each with 1 to {self.max_bounds} rising numbers above 0"
+        )
+
+
+_FLAG = Flag()
+_TIMEOUT = Whole(1, 31_536_000)  # seconds; torch turns them into milliseconds and adds them to the time
+_BYTES = Whole(1, 2**50, has_suffixes=True)
+_TOKENS = Whole(1, 2**31 - 1, has_suffixes=True)
+# What `numactl` takes; vLLM finds ranges that fall, and missing nodes are found at the start (`why_no_numa_node`).
+_CPU_LIST = Text(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?){0,255}", "0-3,8")
+
+EXPECTED: Mapping[str, Expected] = {
+    "kv_cache_memory_bytes": _BYTES,
+    "num_gpu_blocks_override": Whole(2, 2**31 - 1),  # one holds nothing; ids of blocks are numbers of 32 bits
+    "watermark": Fraction(with_one=False),
+    "max_num_scheduled_tokens": _TOKENS,
+    "long_prefill_token_threshold": Whole(0, 2**31 - 1),
+    "safetensors_load_strategy": OneOf(("lazy", "eager", "prefetch", "torchao")),
+    "safetensors_prefetch_num_threads": Whole(1, 256),
+    "safetensors_prefetch_block_size": Whole(4096, 2**30, has_suffixes=True),  # each thread reads as many bytes at once
+    "use_tqdm_on_load": _FLAG,
+    "kv_cache_metrics": _FLAG,
+    "kv_cache_metrics_sample": Fraction(with_one=True),
+    "cudagraph_metrics": _FLAG,
+    "enable_mfu_metrics": _FLAG,
+    "custom_histogram_buckets": Buckets(16, 64),
+    "show_hidden_metrics_for_version": Text(r"\d{1,4}(\.\d{1,4}){1,2}", "0.31"),
+    "enable_logging_iteration_details": _FLAG,
+    "aggregate_engine_logging": _FLAG,
+    "enable_layerwise_nvtx_tracing": _FLAG,
+    "jit_monitor_mode": OneOf(("warn", "error")),
+    "jit_monitor_verbose": _FLAG,
+    "distributed_timeout_seconds": _TIMEOUT,
+    "cpu_distributed_timeout_seconds": _TIMEOUT,
+    "numa_bind": _FLAG,
+    "numa_bind_nodes": ListOf(Whole(0, 1023), 64),
+    "numa_bind_cpus": ListOf(_CPU_LIST, 64),
+    "fail_on_environ_validation": _FLAG,
+    "seed": Whole(0, 2**32 - 1),  # NumPy takes no other
+}
+
+
+def why_not_expected(name: str, value: object) -> str:
+    """Return what is expected of a value, or an empty string for one that is taken. Names may be of unproven ones."""
+    if value in ("", []):
+        return "it is empty; leave it out to have vLLM's default"  # vLLM would turn a flag on
+    if (reason := _why_no_argument(value, _MAX_DEPTH)) or (expected := EXPECTED.get(name)) is None:
+        return reason
+    return "" if expected.takes(value) else f"expected {expected}, not {_shown(value)}"
+
+
+def _why_no_argument(value: object, depth: int) -> str:
+    if isinstance(value, Mapping | list):
+        if not depth:
+            return f"lists and mappings in each other, more than {_MAX_DEPTH} deep"
+        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+        return next(filter(None, (_why_no_argument(part, depth - 1) for part in parts)), "")
+    if isinstance(value, str) and "\0" in value:
+        return "a text with NUL"
+    if isinstance(value, int) and abs(value) > _MAX_WHOLE:
+        return f"a whole number beyond {_MAX_WHOLE}"
+    return ""
+
+
+def _whole(value: object, *, has_suffixes: bool) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or len(value) > _MAX_DIGITS:
+        return None
+    if _WHOLE.fullmatch(value):
+        return int(value)
+    if has_suffixes and (found := _WITH_SUFFIX.fullmatch(value)):
+        number, suffix = found.groups()
+        return int(float(number) * _POWER_OF_SUFFIX[suffix])
+    return None
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"

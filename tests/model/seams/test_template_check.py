@@ -1,0 +1,105 @@
+"""engine/vllm/template_check.py: chat templates that fail for every message do not let a gateway start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry import model_folder
+from kvferry.config import ModelConfig
+from kvferry.engine.forks import ForkLimits
+from kvferry.errors import ConfigError
+
+pytest.importorskip("vllm")
+
+pytestmark = pytest.mark.model
+
+LIMITS = ForkLimits(cpu_s=1.0, wall_s=60.0, memory_bytes=256 << 20)
+LONG_LOOP = "{% for number in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+@pytest.fixture(scope="module")
+def online() -> Any:
+    from kvferry.engine.vllm.vllm_prompts import VllmPrompts
+
+    return VllmPrompts(str(model_folder.resolve("default")), "m", ModelConfig()).online
+
+
+@pytest.fixture
+def with_template(online: Any) -> Iterator[Any]:
+    own = online.chat_template
+    yield online
+    online.chat_template = own
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('never ' ~ messages[0].role) }}", "refuses an ordinary message, .*: never user"),
+        ("{{ raise_exception('x' * 9999) }}{{ messages }}", "refuses an ordinary message"),
+        ("{{ messages[7].content.text }}", "refuses an ordinary message, .*no element 7"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(messages) }}", "recursion"),
+        ("{{ messages }}" + LONG_LOOP, r"does not end within 1 s of CPU time"),
+        (
+            "{% set n = namespace(x=messages|string) %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "takes more than 256 MiB",
+        ),
+    ],
+)
+def test_a_template_that_fails_for_every_message_is_refused(with_template: Any, template: str, words: str) -> None:
+    from kvferry.engine.vllm.template_check import check_template
+
+    with_template.chat_template = template
+    file = Path("/etc/templates/chat.jinja")
+    with pytest.raises(ConfigError, match=rf"^model\.chat_template: {file}: it .*{words}") as caught:
+        check_template(with_template, ModelConfig(chat_template=file), LIMITS)
+    assert len(caught.value.message) < 600
+    with pytest.raises(ConfigError, match=r"^model\.path: the model's own chat template \(model\.chat_template"):
+        check_template(with_template, ModelConfig(), LIMITS)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[1].content }}",
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}",
+        "{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}{{ messages[0].content }}",
+        "{% for part in messages[0].content %}{{ part.text }}{% endfor %}",
+    ],
+)
+def test_a_template_may_refuse_some_messages(with_template: Any, template: str) -> None:
+    from kvferry.engine.vllm.template_check import check_template
+
+    with_template.chat_template = template
+    check_template(with_template, ModelConfig(), LIMITS)
+
+
+def test_the_check_takes_less_than_a_third_of_a_second(online: Any) -> None:
+    from kvferry.engine.vllm.template_check import check_template
+
+    took_s = []
+    for _ in range(3):
+        began_s = time.perf_counter()
+        check_template(online, ModelConfig())
+        took_s.append(time.perf_counter() - began_s)
+    assert min(took_s) < 0.3
+
+
+def test_a_model_without_a_template_starts(with_template: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvferry.engine.vllm.template_check import check_template
+
+    monkeypatch.setattr(with_template.renderer.tokenizer, "chat_template", None)
+    check_template(with_template, ModelConfig(), LIMITS)
+
+
+def test_a_gateways_renderer_is_not_made_with_such_a_template(tmp_path: Path) -> None:
+    from kvferry.engine.vllm.vllm_prompts import VllmPrompts
+
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ raise_exception('never ' ~ messages[0].role) }}")
+    with pytest.raises(ConfigError, match=rf"^model\.chat_template: {file}: it refuses an ordinary message"):
+        VllmPrompts(str(model_folder.resolve("default")), "m", ModelConfig(chat_template=file))
