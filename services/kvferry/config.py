@@ -903,6 +903,8 @@ class ClusterConfig(_Section):
             try:
                 args = self.role_of(name, pool).engine.args
                 check_arguments(args, role=name, unproven=self.engine.unproven, device=self.engine.device)
+                if reason := vllm_arguments.why_no_loading(self.engine_of(name, pool).args):
+                    raise ValueError(reason)
             except ValueError as error:
                 raise ValueError(f"{f'pools.{pool}.' if pool else ''}{name}.engine.args: {error}") from None
         return self

@@ -55,6 +55,7 @@ from kvferry.engine.vllm.arguments import (
     tier_connector,
 )
 from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator, structured_outputs_config
+from kvferry.engine.vllm.weight_loading import check_load_format
 from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 from kvferry.model_folder import cache_folder
@@ -165,6 +166,7 @@ class VllmEngine:
 
         check_names(self._model)
         check_variables(self._config.env)
+        check_load_format(self._config.args, Path(self._model_folder))
         if self._config.unproven:
             log.warning("taken at the operator's risk (engine.unproven): %s", ", ".join(self._config.unproven))
         if self._tier.enabled:
