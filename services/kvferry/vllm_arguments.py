@@ -160,10 +160,12 @@ UNPROVEN: Mapping[str, str] = {
         "other kernels than those that were compared",
     ),
     **_each(
-        "hf_overrides hf_config_path config_format model_class_overrides disable_sliding_window quantization "
+        "hf_config_path config_format model_class_overrides disable_sliding_window quantization "
         "quantization_config allow_deprecated_quantization",
         "another model than its folder describes; gateways read the folder",
     ),
+    "hf_overrides": "another model than its folder describes; for rotations (YaRN) use model.hf_overrides, which "
+    "gateways read too",
     **_each(
         "load_format model_loader_extra_config",
         "other weights than those whose digest engines compare, or ways to read them that were not compared",
@@ -261,7 +263,7 @@ SAFETENSORS, STREAMED = "safetensors", "runai_streamer"
 MAX_LOADER_THREADS = 256
 _SHOWN_LOAD_FORMATS = ("auto", SAFETENSORS, STREAMED)
 _UNLIKE_THE_FILES: Mapping[str, str] = {
-    "dummy": "its weights are random, not those of the files",
+    "dummy": "weights are random, not those of the files",
     "fastsafetensors": "vLLM reads with it into the memory of a GPU alone",
     "instanttensor": "vLLM reads with it into the memory of a GPU alone",
 }
@@ -279,7 +281,9 @@ def why_no_load_format(value: object) -> str:
     if value in _SHOWN_LOAD_FORMATS:
         return ""
     why = _UNLIKE_THE_FILES.get(str(value), "")
-    return f"{', '.join(_SHOWN_LOAD_FORMATS)} were shown to read the weights of the files" + (f"; {why}" if why else "")
+    return f"{', '.join(_SHOWN_LOAD_FORMATS)} were shown to read the weights of the files" + (
+        f"; {value}: {why}" if why else ""
+    )
 
 
 def why_no_loader_options(value: object) -> str:

@@ -54,6 +54,7 @@ from kvferry.engine.vllm.arguments import (
     prepare_environment,
     tier_connector,
 )
+from kvferry.engine.vllm.rope_overrides import check_rope_theta
 from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator, structured_outputs_config
 from kvferry.engine.vllm.weight_loading import check_load_format
 from kvferry.engine.vllm.weights import weights_revision
@@ -186,6 +187,7 @@ class VllmEngine:
             vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
             if reason := why_refused(vllm_config, has_tiers=self._tier.enabled, unproven=self._config.unproven):
                 raise UnsupportedEngine(reason)
+            check_rope_theta(self._model_folder, self._model)
             self._require_quality(vllm_config)
             self._llm = AsyncLLM.from_vllm_config(
                 vllm_config, stat_loggers=[make_counters], enable_log_requests=arguments.enable_log_requests

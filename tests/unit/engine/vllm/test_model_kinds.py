@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from bench.tiny_models import SHOWN
-from kvferry.engine.vllm.model_kinds import ADAPTER_ARCHITECTURES, ARCHITECTURES, IMAGE_ARCHITECTURES, why_refused
+from bench.tiny_models import OVERRIDDEN, SHOWN
+from kvferry.engine.vllm.model_kinds import (
+    ADAPTER_ARCHITECTURES,
+    ARCHITECTURES,
+    IMAGE_ARCHITECTURES,
+    ROPE_ARCHITECTURES,
+    why_refused,
+)
 
 
 def config(*, architecture: str = "LlamaForCausalLM", window: int | None = None, **text: Any) -> SimpleNamespace:
@@ -23,6 +29,7 @@ def config(*, architecture: str = "LlamaForCausalLM", window: int | None = None,
         get_sliding_window=lambda: window,
         quantization=None,
         hf_config=SimpleNamespace(),
+        hf_overrides={},
         dtype="torch.bfloat16",
     )
     cache = SimpleNamespace(cache_dtype="auto")
@@ -41,6 +48,20 @@ def test_ngrams_are_served_and_drafts_of_models_at_the_operators_risk() -> None:
     assert why_refused(whole, has_tiers=True) == ""
     whole.speculative_config = SimpleNamespace(method="eagle")
     assert why_refused(whole, has_tiers=True, unproven=("speculative_config",)) == ""
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_rotations_in_the_place_of_their_own_are_served_where_they_were_compared(architecture: str) -> None:
+    whole = config(architecture=architecture)
+    whole.model_config.hf_overrides = {"rope_parameters": {}}
+    reason = why_refused(whole, has_tiers=False)
+    assert (f"model.hf_overrides, of {architecture}," in reason) == (architecture not in ROPE_ARCHITECTURES)
+    assert not why_refused(whole, has_tiers=False, unproven=("hf_overrides",))
+
+
+def test_rotations_were_compared_for_each_architecture_that_has_them() -> None:
+    names = {type(SHOWN[name]()).__name__.removesuffix("Config") for name in OVERRIDDEN}
+    assert {f"{name}ForCausalLM" for name in names} == ROPE_ARCHITECTURES
 
 
 @pytest.mark.parametrize("has_tiers", [False, True])
