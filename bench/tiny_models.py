@@ -25,6 +25,11 @@ _COMMON: dict[str, Any] = {
     # Large, so that every token of the prompt changes the answer.
     "initializer_range": 0.4,
 }
+# A context that YaRN makes longer; vLLM's own base of rotations is another one.
+_SHORT: dict[str, Any] = {
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
@@ -63,6 +68,9 @@ SHOWN: Mapping[str, Callable[[], Any]] = {
             "long_factor": [2.0 + i for i in range(16)],
         },
     ),
+    "qwen2-yarn": _configured("Qwen2Config", hidden_size=128, **_SHORT),
+    "qwen3-yarn": _configured("Qwen3Config", head_dim=32, **_SHORT),
+    "qwen3-moe-yarn": _configured("Qwen3MoeConfig", head_dim=32, **_EXPERTS, **_SHORT),
     "qwen3-int8": _configured("Qwen3Config", head_dim=32, hidden_size=128, intermediate_size=256),
     "qwen3-fp8": _configured("Qwen3Config", head_dim=32, hidden_size=128, intermediate_size=256),
 }
@@ -75,8 +83,26 @@ _QUANTIZED: Mapping[str, tuple[float, str, str, str]] = {
     "qwen3-int8": (127.0, "int8", "int", "int-quantized"),
     "qwen3-fp8": (448.0, "float8_e4m3fn", "float", "float-quantized"),
 }
-# Models of SHOWN with other settings of both engines.
-CONFIGURED: Mapping[str, tuple[str, Mapping[str, Any]]] = {"qwen3-tp2": ("qwen3", {"tensor_parallel_size": 2})}
+# Models of SHOWN with other settings of both engines, and of the decode engine.
+CONFIGURED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3-tp2": ("qwen3", {"tensor_parallel_size": 2}),
+    "qwen3-streamer": (
+        "qwen3",
+        {"args": {"load_format": "safetensors"}, "decode": {"args": {"load_format": "runai_streamer"}}},
+    ),
+}
+# Of SHOWN, keys of `model`.
+YARN: Mapping[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }
+}
+OVERRIDDEN: Mapping[str, Mapping[str, Any]] = {
+    name: {"hf_overrides": YARN} for name in ("qwen2-yarn", "qwen3-yarn", "qwen3-moe-yarn")
+}
 _IMAGE_SIZE, _PATCH_SIZE, _SCALE = 64, 8, 2  # of one tile, in pixels; `_SCALE` patches each way become one token
 IMAGE_TOKENS_PER_TILE = (_IMAGE_SIZE // _PATCH_SIZE // _SCALE) ** 2
 _TILES = 2  # each way, that a large image is cut into, beside one of the whole image

@@ -36,6 +36,7 @@ _ENGINE_TESTS = (
     "tests/model/",
     "tests/cluster/test_real_cluster.py",
     "tests/cluster/test_real_images.py",
+    "tests/cluster/test_real_overrides.py",
     "tests/cluster/test_real_tenants.py",
     "tests/deploy/test_ray.py::test_real_engines_answer_over_both_protocols",
 )

@@ -147,6 +147,27 @@ The acceptance rate is a quotient of two counters that vLLM exports, on the [lis
 ```promql
 sum(rate(vllm:spec_decode_num_accepted_tokens_total[5m])) / sum(rate(vllm:spec_decode_num_draft_tokens_total[5m]))
 ```
+
+## How weights are read
+
+`load_format` may be `auto` (the default), `safetensors` or `runai_streamer`, in each role another one: answers are
+equal token for token, and engines exchange pages, because the same files are read. `model_loader_extra_config` has
+`concurrency` and `memory_limit` (bytes) for `runai_streamer`, `enable_multithread_load` and `num_threads` for others.
+
+```yaml
+engine:
+  args: {load_format: runai_streamer, model_loader_extra_config: {concurrency: 16}}
+```
+
+`runai_streamer` needs the package runai-model-streamer (0.17, the extra `streamer`), in an image of your own too;
+an engine without it ends with the package's name. So does one whose format would read other files than `auto`: a folder
+without `*.safetensors`, with `consolidated*.safetensors`, or, for `runai_streamer`, with files that
+`model.safetensors.index.json` leaves out. `model.path` is a folder for every format, and no URL of an object store: the
+digest of the weights is taken of its files.
+
+Other formats are at your own risk (`unproven: [load_format]`), and engines with them exchange pages only with those
+that have the same value: `dummy` has random weights, `fastsafetensors` and `instanttensor` read into a GPU's memory
+alone and were not tried, `pt`, `npcache`, `mistral`, `sharded_state` and `tensorizer` read other files.
 """
 
 _EXPECTED_HEAD = (
@@ -166,7 +187,8 @@ _TITLES = {
     Rule.UNPROVEN: (
         "Unproven",
         "Refused unless `engine.unproven` names them; only in `engine.args`. `speculative_config` of "
-        "[n-grams](#speculative-decoding) needs no permission in `decode.engine.args`, nor of a draft model here.",
+        "[n-grams](#speculative-decoding) needs no permission in `decode.engine.args`, nor of a draft model here; "
+        "`load_format` and `model_loader_extra_config` with [the values that were shown](#how-weights-are-read) need none.",
     ),
 }
 

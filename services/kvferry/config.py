@@ -98,6 +98,60 @@ def check_model_name(name: str) -> None:
         raise ValueError(f"{name[:80]!r}: control characters, and spaces at an end, are not for a model's name")
 
 
+MAX_CONTEXT = 1 << 22  # tokens, of overrides: each engine has rotations of all positions in memory
+
+
+class RopeParametersConfig(_Section):
+    """Rotations for contexts beyond those that a model was trained with; all keys, or none."""
+
+    rope_type: Literal["", "yarn"] = ""  # empty: as config.json says
+    rope_theta: float | None = Field(None, ge=1, le=1e12)  # that of config.json
+    factor: float | None = Field(None, gt=1, le=64)
+    # Tokens of the context that the model was trained with: Qwen3 40960 in config.json, and 32768 here.
+    original_max_position_embeddings: int | None = Field(None, ge=64, le=MAX_CONTEXT)
+
+    @model_validator(mode="after")
+    def _rotations_are_whole(self) -> RopeParametersConfig:
+        missing = [name for name, value in self if value in (None, "")]
+        if missing and len(missing) < len(type(self).model_fields):
+            raise ValueError(f"{', '.join(missing)}: missing; vLLM forgets all that config.json has in their place")
+        if self.num_positions > MAX_CONTEXT:
+            raise ValueError(f"factor x original_max_position_embeddings: {MAX_CONTEXT} is the limit")
+        return self
+
+    @property
+    def num_positions(self) -> int:
+        """Those that have rotations; 0: as config.json says."""
+        return int((self.factor or 0) * (self.original_max_position_embeddings or 0))
+
+
+class HfOverridesConfig(_Section):
+    """Values in the place of those in config.json, for engines and gateways (docs/models.md)."""
+
+    max_position_embeddings: int | None = Field(None, ge=64)  # empty: factor x original_max_position_embeddings
+    rope_parameters: RopeParametersConfig = RopeParametersConfig()
+
+    @model_validator(mode="after")
+    def _positions_have_rotations(self) -> HfOverridesConfig:
+        most = self.rope_parameters.num_positions
+        if self.max_position_embeddings is not None and self.max_position_embeddings > most:
+            why = f"rope_parameters has rotations of {most}" if most else "give rope_parameters too"
+            raise ValueError(f"max_position_embeddings ({self.max_position_embeddings}): {why}")
+        return self
+
+    @property
+    def context(self) -> int:
+        """Tokens; 0: the model's own."""
+        return self.max_position_embeddings or self.rope_parameters.num_positions
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """As vLLM takes them; empty without any."""
+        if not self.context:
+            return {}
+        return {"max_position_embeddings": self.context, "rope_parameters": self.rope_parameters.model_dump()}
+
+
 class ModelConfig(_Section):
     path: str = "default"  # a folder, a hub id, or `default`: the small model that set-up prepares
     served_name: str = ""  # empty: the last part of the path; for an entry of `models`, its name
@@ -119,6 +173,13 @@ class ModelConfig(_Section):
     # A Jinja file for chats, in the place of the model's own template: an absolute path, at most 1 MiB, the same text
     # on all gateways, which read it when they start. Simulated engines take none.
     chat_template: Path | None = None
+    hf_overrides: HfOverridesConfig = HfOverridesConfig()
+
+    @model_validator(mode="after")
+    def _context_is_of_the_overrides(self) -> ModelConfig:
+        if self.max_model_len is not None and 0 < self.hf_overrides.context < self.max_model_len:
+            raise ValueError(f"max_model_len ({self.max_model_len}): hf_overrides has {self.hf_overrides.context}")
+        return self
 
     @field_validator("served_name")
     @classmethod
@@ -906,6 +967,8 @@ class ClusterConfig(_Section):
                 if vllm_arguments.SPECULATION in args and vllm_arguments.draft_model(self.engine.args):
                     raise ValueError(f"{vllm_arguments.SPECULATION}: engine.args has a draft model, for both roles")
                 check_arguments(args, role=name, unproven=self.engine.unproven, device=self.engine.device)
+                if reason := vllm_arguments.why_no_loading(self.engine_of(name, pool).args):
+                    raise ValueError(reason)
             except ValueError as error:
                 raise ValueError(f"{f'pools.{pool}.' if pool else ''}{name}.engine.args: {error}") from None
         return self
@@ -962,6 +1025,15 @@ class ClusterConfig(_Section):
         return self
 
     @model_validator(mode="after")
+    def _overrides_make_sense(self) -> ClusterConfig:
+        if self.model.hf_overrides.values:
+            if "hf_overrides" in self.engine.args:
+                raise ValueError("model.hf_overrides, engine.args.hf_overrides: vLLM takes one of the two")
+            if self.engine.quality_report is not None:
+                raise ValueError("engine.quality_report: with model.hf_overrides nothing was measured")
+        return self
+
+    @model_validator(mode="after")
     def _hangs_are_noticed_first(self) -> ClusterConfig:
         inter_token_s, hang_s = self.gateway.inter_token_timeout_s, self.worker.hang_timeout_s
         if self.engine.kind == "vllm" and inter_token_s <= hang_s:
@@ -973,8 +1045,10 @@ class ClusterConfig(_Section):
 
     @model_validator(mode="after")
     def _longest_prompt_fits(self) -> ClusterConfig:
-        max_model_len = self.sim.max_model_len if self.engine.kind == "sim" else self.model.max_model_len
-        if max_model_len is not None and self.gateway.max_prompt_tokens < max_model_len:
+        max_model_len = self.model.max_model_len or self.model.hf_overrides.context
+        if self.engine.kind == "sim":
+            max_model_len = self.sim.max_model_len
+        if self.gateway.max_prompt_tokens < max_model_len:
             raise ValueError(
                 f"gateway.max_prompt_tokens ({self.gateway.max_prompt_tokens}) must be at least the model's context "
                 f"({max_model_len}), or the longest prompt could never be admitted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import xxhash
@@ -29,7 +30,9 @@ def _served_model(config: ClusterConfig, model_folder: str) -> ServedModel:
         revision = weights_revision(folder, cache_folder() / "weights")
     elif not revision and folder.is_dir():
         revision = weights_named(folder)  # of a gateway
-    return ServedModel(config.served_name, _tokenizer_digest(folder), revision)
+    values = config.model.hf_overrides.values
+    overrides = json.dumps(values, sort_keys=True, separators=(",", ":")) if values else ""
+    return ServedModel(config.served_name, _tokenizer_digest(folder), revision, overrides)
 
 
 def _tokenizer_digest(folder: Path) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 
 MAX_ARGUMENTS = 64  # of one section
@@ -77,7 +77,8 @@ REFUSED: Mapping[str, str] = {
     "pipeline_parallel_size": "vLLM's NIXL connector refuses decode engines of several stages: use "
     "engine.tensor_parallel_size",
     **_each("logits_processors", "answers that another worker continues need kvferry's own"),
-    **_each("structured_outputs_config", "gateways compile grammars with the same settings"),
+    "structured_outputs_config": "xgrammar compiles and follows all grammars, in gateways and engines: limits of time "
+    "and memory, and answers that go on elsewhere, were shown with no other backend",
     **_each("additional_config", "vLLM's processes find values of the exchange digest in it"),
     **_each("disable_log_stats", "loads and times of requests are read from these statistics"),
     **_each("enable_log_requests", "prompts of tenants do not go into logs"),
@@ -86,11 +87,21 @@ REFUSED: Mapping[str, str] = {
     **_each("generation_config override_generation_config", "gateways apply a model's defaults"),
     **_each("mm_processor_cache_gb", "images come to engines processed, and once for each request"),
     **_each("renderer_num_workers skip_tokenizer_init tokenizer_revision", "gateways render prompts"),
+    "tokenizer_mode": "gateways render prompts, with the tokenizer that vLLM takes for the folder by itself: leave one "
+    "kind of tokenizer in model.path",
     **_each("revision code_revision hf_token download_dir", "models are downloaded before engines start: model.path"),
     **_each(
         "ignore_patterns pt_load_map_location", "weights are read, and their digest taken, as they lie in the folder"
     ),
     **_each("runner convert pooler_config io_processor_plugin", "only generation is served"),
+    **_each(
+        "enable_sleep_mode sleep_mode_offload_cudagraph sleep_preserve_parameter_names",
+        "a sleeping engine gives up pages that other engines read, and kvferry wakes none: change replicas instead",
+    ),
+    **_each(
+        "weight_transfer_config",
+        "weights that change in a running engine would leave the pages, and the digest, of those before",
+    ),
     **_each("shutdown_timeout", "workers end their engines"),
     **_each("log_level log_config_file logging_config", "use engine.env.VLLM_LOGGING_LEVEL"),
     **_each("max_parallel_loading_workers", "vLLM ignores it"),
@@ -148,10 +159,15 @@ UNPROVEN: Mapping[str, str] = {
         "other kernels than those that were compared",
     ),
     **_each(
-        "hf_overrides hf_config_path config_format model_class_overrides disable_sliding_window quantization "
-        "quantization_config allow_deprecated_quantization model_loader_extra_config load_format "
-        "tokenizer_mode",
+        "hf_config_path config_format model_class_overrides disable_sliding_window quantization "
+        "quantization_config allow_deprecated_quantization",
         "another model than its folder describes; gateways read the folder",
+    ),
+    "hf_overrides": "another model than its folder describes; for rotations (YaRN) use model.hf_overrides, which "
+    "gateways read too",
+    **_each(
+        "load_format model_loader_extra_config",
+        "other weights than those whose digest engines compare, or ways to read them that were not compared",
     ),
     **_each(
         "speculative_config spec_method spec_model spec_tokens per_request_spec_decode_metrics watermark_config "
@@ -195,9 +211,8 @@ UNPROVEN: Mapping[str, str] = {
         "other steps than those that shares of tenants count on",
     ),
     **_each(
-        "enable_sleep_mode sleep_mode_offload_cudagraph sleep_preserve_parameter_names enable_cumem_allocator "
-        "weight_transfer_config enable_fault_tolerance fault_tolerance_config",
-        "memory that goes away under pages that others still read",
+        "enable_cumem_allocator enable_fault_tolerance fault_tolerance_config",
+        "pages in memory of another allocator, or of an engine that lost a rank, while others read them",
     ),
     **_each(
         "ec_transfer_config ec_manager_config aux_output_config reasoning_config reasoning_parser_plugin "
@@ -274,6 +289,68 @@ def draft_model(args: Mapping[str, object]) -> str:
     return str(value["model"])
 
 
+LOAD_FORMAT, LOADER_OPTIONS = "load_format", "model_loader_extra_config"
+SAFETENSORS, STREAMED = "safetensors", "runai_streamer"
+MAX_LOADER_THREADS = 256
+_SHOWN_LOAD_FORMATS = ("auto", SAFETENSORS, STREAMED)
+_UNLIKE_THE_FILES: Mapping[str, str] = {
+    "dummy": "weights are random, not those of the files",
+    "fastsafetensors": "vLLM reads with it into the memory of a GPU alone",
+    "instanttensor": "vLLM reads with it into the memory of a GPU alone",
+}
+# Of `model_loader_extra_config`: the load formats that take a key.
+_LOADER_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "enable_multithread_load": ("auto", SAFETENSORS),
+    "num_threads": ("auto", SAFETENSORS),
+    "concurrency": (STREAMED,),
+    "memory_limit": (STREAMED,),
+}
+
+
+def why_no_load_format(value: object) -> str:
+    """Return why weights were not shown to be read as they lie in the folder, or an empty string."""
+    if value in _SHOWN_LOAD_FORMATS:
+        return ""
+    why = _UNLIKE_THE_FILES.get(str(value), "")
+    return f"{', '.join(_SHOWN_LOAD_FORMATS)} were shown to read the weights of the files" + (
+        f"; {value}: {why}" if why else ""
+    )
+
+
+def why_no_loader_options(value: object) -> str:
+    """As `why_no_load_format`, for `model_loader_extra_config`."""
+    known = f"shown are {', '.join(_LOADER_OPTIONS)}"
+    if not isinstance(value, Mapping):
+        return f"expected a mapping; {known}"
+    for key, each in value.items():
+        if key not in _LOADER_OPTIONS:
+            return f"{known}, not {str(key)[:80]!r}"
+        least, most = (0, 1 << 50) if key == "memory_limit" else (1, MAX_LOADER_THREADS)
+        if key == "enable_multithread_load":
+            if not isinstance(each, bool):
+                return f"{key}: expected true or false"
+        elif type(each) is not int or not least <= each <= most:
+            return f"{key}: expected a whole number from {least} to {most}"
+    return ""
+
+
+def why_no_loading(args: Mapping[str, object]) -> str:
+    """Return why the arguments of one engine do not fit each other, or an empty string."""
+    options, chosen = args.get(LOADER_OPTIONS), args.get(LOAD_FORMAT, "auto")
+    for key in options if isinstance(options, Mapping) else ():
+        takers = _LOADER_OPTIONS.get(str(key), ())
+        if takers and chosen in _SHOWN_LOAD_FORMATS and chosen not in takers:
+            return f"{LOADER_OPTIONS}.{key}: it is of {LOAD_FORMAT} {' and '.join(takers)}, and here it is {chosen}"
+    return ""
+
+
+# Why a value of an unproven argument was not shown, of those with shown ones that each role may choose.
+_SHOWN_VALUES: Mapping[str, Callable[[object], str]] = {
+    LOAD_FORMAT: why_no_load_format,
+    LOADER_OPTIONS: why_no_loader_options,
+}
+
+
 def speculates(args: Mapping[str, object]) -> bool:
     """Return whether engines with these arguments check drafts of several tokens in one step."""
     return any(name in args for name in (SPECULATION, *_SPECULATION_IN_PARTS))
@@ -298,7 +375,12 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
     if rule is Rule.UNPROVEN and name not in unproven:
         if name == SPECULATION:
             return _why_no_speculation(value, role)
-        return f"not shown to give right answers here ({REASONS[name]}){_at_own_risk(name)}"
+        reason = f"not shown to give right answers here ({REASONS[name]})"
+        if name in _SHOWN_VALUES:
+            reason = _SHOWN_VALUES[name](value)
+            if not reason:
+                return ""
+        return reason + _at_own_risk(name)
     if role and must_be_equal(name, value):
         return f"both roles need the same: give it in engine.args ({REASONS[name]})"
     return ""
@@ -324,6 +406,8 @@ def _at_own_risk(name: str) -> str:
 def must_be_equal(name: str, value: object) -> bool:
     """Return whether engines exchange pages only with an equal value: part of the exchange digest."""
     if name == SPECULATION and not why_no_ngrams(value):
+        return False
+    if name in _SHOWN_VALUES and not _SHOWN_VALUES[name](value):
         return False
     return RULES[name] in (Rule.EQUAL, Rule.UNPROVEN)
 

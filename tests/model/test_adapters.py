@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from bench.tiny_models import SHOWN, make_model
+from bench.tiny_models import OVERRIDDEN, SHOWN, make_model
 from kvferry.config import AdapterConfig, AdaptersConfig, EngineConfig, ModelConfig
 from kvferry.engine.base import (
     CachedTokens,
@@ -52,7 +52,7 @@ GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
 ACME = TierHints(Namespace("acme", 3))
 OPTIONS = {"cpu_gib": 0.25, "volume": {"capacity_gib": 0.5}, "blocks_per_chunk": 1}
 # Of architectures whose adapters are served, beside Llama's.
-OTHERS = ["gemma3", "granite", "mistral", "olmo2", "qwen2", "qwen3"]
+OTHERS = ["gemma3", "granite", "mistral", "olmo2", "qwen2", "qwen3", "qwen3-yarn"]
 
 _fresh = itertools.count()
 
@@ -64,6 +64,7 @@ def prompt_of(i: int) -> list[int]:
 
 @dataclass
 class World:
+    name: str
     folder: Path
     model: Path
     keeper: NodeProcess | None
@@ -75,7 +76,7 @@ class World:
     def engine(self, *, producer: bool) -> VllmEngine:
         return VllmEngine(
             str(self.model),
-            ModelConfig(path=str(self.model), max_model_len=1024),
+            ModelConfig(path=str(self.model), max_model_len=1024, **OVERRIDDEN.get(self.name, {})),
             EngineConfig(threads=1),
             producer=producer,
             tier=None if self.keeper is None else self.keeper.config,
@@ -156,7 +157,7 @@ async def make_world(name: str, folder: Path, keeper: NodeProcess | None = None)
         for seed, each in enumerate(("sql", "poems", "third", "fourth"))
     }
     adapters = AdaptersConfig(served=dict(served), max_rank=8, max_active=2, max_loaded=3)
-    world = World(folder, model, keeper, adapters, None, None, PageMirror(BLOCK_SIZE, 10_000))  # type: ignore[arg-type]
+    world = World(name, folder, model, keeper, adapters, None, None, PageMirror(BLOCK_SIZE, 10_000))  # type: ignore[arg-type]
     world.prefill, world.decode = world.engine(producer=True), world.engine(producer=False)
     return world
 

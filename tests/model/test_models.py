@@ -22,7 +22,7 @@ import pytest
 from bench import model_matrix
 from bench.engine_device import model_config, on_gpu
 from bench.model_matrix import COLUMNS
-from bench.tiny_models import CONFIGURED, REFUSED, SHOWN, make_model, write_config
+from bench.tiny_models import CONFIGURED, OVERRIDDEN, REFUSED, SHOWN, make_model, write_config
 from bench.vllm_engines import VllmPair, answer, child_processes, prefill, start_pair
 from kvferry.config import ModelConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, RequestId, Sampling, TierHints, TransferParams
@@ -106,10 +106,15 @@ class Prompts:
 
 async def configured(name: str, folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """Make the model of a row. Return its configuration and the settings of both engines."""
+    if name == "qwen3-streamer":
+        pytest.importorskip("runai_model_streamer")
     model, settings = CONFIGURED.get(name, (name, {}))
     path = await asyncio.to_thread(make_model, model, folder)
     limits = {"max_num_batched_tokens": MAX_BATCHED_TOKENS}
-    return model_config(path=str(path), max_model_len=MAX_MODEL_LEN), {**limits, **settings}
+    return model_config(path=str(path), max_model_len=MAX_MODEL_LEN, **OVERRIDDEN.get(model, {})), {
+        **limits,
+        **settings,
+    }
 
 
 @pytest.mark.parametrize("name", TRIED)

@@ -177,6 +177,81 @@ def test_draft_models_are_taken_as_they_were_shown(change: dict[str, Any], words
     assert vllm_arguments.draft_model({"speculative_config": {**DRAFTS, **change}}) == ""
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"load_format": "auto"},
+        {
+            "load_format": "safetensors",
+            "model_loader_extra_config": {"enable_multithread_load": True, "num_threads": 4},
+        },
+        {"load_format": "runai_streamer", "model_loader_extra_config": {"concurrency": 256, "memory_limit": 0}},
+        {"model_loader_extra_config": {"num_threads": 1}},
+    ],
+)
+def test_ways_to_read_the_same_weights_are_free(args: dict[str, Any]) -> None:
+    config = parsed({"args": {"load_format": "safetensors"}}, decode={"engine": {"args": args}})
+    assert config.engine_of("decode").args == {"load_format": "safetensors", **args}
+    assert vllm_arguments.equal_values(args, {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"load_format": "dummy"}, "dummy: weights are random"),
+        ({"load_format": "fastsafetensors"}, "of a GPU alone"),
+        ({"load_format": "x" * 5000}, "auto, safetensors, runai_streamer were shown"),
+        ({"load_format": ["auto"]}, "were shown"),
+        ({"model_loader_extra_config": "x"}, "expected a mapping"),
+        ({"model_loader_extra_config": {"x" * 5000: 1}}, "shown are enable_multithread_load, num_threads"),
+        ({"model_loader_extra_config": {"enable_multithread_load": 1}}, "expected true or false"),
+        ({"model_loader_extra_config": {"num_threads": True}}, "num_threads: expected a whole number from 1 to 256"),
+        ({"model_loader_extra_config": {"num_threads": 257}}, "from 1 to 256"),
+    ],
+)
+def test_other_ways_to_load_need_permission_and_are_part_of_the_digest(args: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed({"args": args})
+    (name,) = args
+    assert words in caught.value.message
+    assert f"add '{name}' to engine.unproven" in caught.value.message
+    assert len(caught.value.message) < 1000
+    assert name in vllm_arguments.equal_values(parsed({"unproven": [name], "args": args}).engine.args, {})
+
+
+@pytest.mark.parametrize(
+    ("of_both", "of_decode", "words"),
+    [
+        ({}, {"model_loader_extra_config": {"concurrency": 2}}, "concurrency: it is of load_format runai_streamer"),
+        (
+            {"load_format": "runai_streamer"},
+            {"model_loader_extra_config": {"num_threads": 2}},
+            "num_threads: it is of load_format auto and safetensors, and here it is runai_streamer",
+        ),
+        ({"model_loader_extra_config": {"memory_limit": 1}}, {}, "and here it is auto"),
+    ],
+)
+def test_an_option_of_another_load_format_is_refused(
+    of_both: dict[str, Any], of_decode: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed({"args": of_both}, decode={"engine": {"args": of_decode}})
+    assert words in caught.value.message
+
+
+def test_a_limit_of_memory_has_limits() -> None:
+    for limit, is_taken in ((-1, False), (0, True), (1 << 50, True), ((1 << 50) + 1, False), (1.0, False)):
+        reason = vllm_arguments.why_no_loader_options({"memory_limit": limit})
+        assert ("memory_limit: expected a whole number from 0" in reason) is not is_taken
+
+
+@pytest.mark.parametrize("name", ["enable_sleep_mode", "sleep_preserve_parameter_names", "weight_transfer_config"])
+def test_memory_and_weights_that_go_away_cannot_be_permitted(name: str) -> None:
+    for engine in ({"args": {name: True}}, {"unproven": [name]}):
+        with pytest.raises(ConfigError, match=f"{name}'?: not taken here: "):
+            parsed(engine)
+
+
 def test_equal_values_are_those_that_may_change_pages() -> None:
     args = {"watermark": 0.1, "seed": 3, "attention_backend": "X"}
     env = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_USE_SOMETHING": "1"}

@@ -28,14 +28,17 @@ _MAX_FEATURES = 64  # that a peer may name
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Empty values are not compared: a gateway may have a tokenizer only."""
+    """Empty values are not compared, but for overrides: a gateway may have a tokenizer only."""
 
     served_name: str = ""
     tokenizer: str = ""  # digest of the tokenizer's files
     weights: str = ""  # `model.revision`, or a digest of the weight files
+    overrides: str = ""  # `model.hf_overrides`, as JSON
 
     def to_wire(self) -> pb.Model:
-        return pb.Model(served_name=self.served_name, tokenizer=self.tokenizer, weights=self.weights)
+        return pb.Model(
+            served_name=self.served_name, tokenizer=self.tokenizer, weights=self.weights, overrides=self.overrides
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def identity_of(said: pb.Hello | pb.Welcome) -> Identity:
     is_versioned = said.HasField("protocol")
     return Identity(
         said.cluster,
-        ServedModel(model.served_name, model.tokenizer, model.weights),
+        ServedModel(model.served_name, model.tokenizer, model.weights, model.overrides),
         protocol.oldest if is_versioned else 1,
         protocol.newest if is_versioned else 1,
         frozenset(protocol.features[:_MAX_FEATURES]),
@@ -114,4 +117,5 @@ def why_incompatible(own: Identity, peer: Identity) -> str:
     ):
         if theirs and ours and theirs != ours:
             return f"its {name} is {theirs[:200]!r}, and here it is {ours!r}"
-    return ""
+    theirs, ours = (end.model.overrides or "none" for end in (peer, own))
+    return "" if theirs == ours else f"its model.hf_overrides is {theirs[:400]}, and here it is {ours}"

@@ -47,6 +47,7 @@ def test_a_release_that_says_nothing_speaks_version_1_and_knows_no_feature() -> 
         ({"model": ServedModel("other", "t1", "w1")}, "model is 'other'"),
         ({"model": ServedModel("llama", "t2", "w1")}, "tokenizer is 't2'"),
         ({"model": ServedModel("llama", "t1", "w2")}, "weights revision is 'w2'"),
+        ({"model": ServedModel("llama", "t1", "w1", "{}")}, "model.hf_overrides is {}, and here it is none"),
         ({"oldest": NEWEST_VERSION + 1, "newest": NEWEST_VERSION + 3}, f"versions {NEWEST_VERSION + 1} to"),
     ],
 )

@@ -48,6 +48,7 @@ def engine_arguments(
     on_cpu = engine.device == "cpu"
     optional: dict[str, Any] = {
         "max_model_len": model.max_model_len,
+        "hf_overrides": model.hf_overrides.values or None,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         # The engine needs it to apply a grammar where the reasoning ends.
         "reasoning_parser": model.reasoning_parser or None,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from kvferry import model_folder, vllm_arguments
 from kvferry.config import EngineConfig
+from kvferry.engine.vllm.weight_loading import check_load_format
 from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import ConfigError
 
@@ -33,6 +34,7 @@ def find(engine: EngineConfig, cache: Path) -> DraftModel | None:
         return None
     try:
         folder = model_folder.resolve(name)
+        check_load_format(engine.args, folder)
         return DraftModel(str(folder), weights_revision(folder, cache))
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {str(error).removeprefix('model.path: ')}", param=_KEY) from None

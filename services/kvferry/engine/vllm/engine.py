@@ -57,7 +57,9 @@ from kvferry.engine.vllm.arguments import (
     tier_connector,
 )
 from kvferry.engine.vllm.draft_model import DraftModel
+from kvferry.engine.vllm.rope_overrides import check_rope_theta
 from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator, structured_outputs_config
+from kvferry.engine.vllm.weight_loading import check_load_format
 from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, UnsupportedEngine
 from kvferry.model_folder import cache_folder
@@ -173,6 +175,7 @@ class VllmEngine:
 
         check_names(self._model)
         check_variables(self._config.env)
+        check_load_format(self._config.args, Path(self._model_folder))
         if self._config.unproven:
             log.warning("taken at the operator's risk (engine.unproven): %s", ", ".join(self._config.unproven))
         if self._tier.enabled:
@@ -194,6 +197,7 @@ class VllmEngine:
                 raise UnsupportedEngine(reason)
             if reason := why_not_startable(vllm_config, self._config, self._argument_keys):
                 raise UnsupportedEngine(reason)
+            check_rope_theta(self._model_folder, self._model)
             self._require_quality(vllm_config)
             self._llm = AsyncLLM.from_vllm_config(
                 vllm_config, stat_loggers=[make_counters], enable_log_requests=arguments.enable_log_requests

@@ -36,6 +36,9 @@ ADAPTER_ARCHITECTURES = frozenset(
     }
 )
 
+# Those that were compared with `model.hf_overrides`.
+ROPE_ARCHITECTURES = frozenset({"Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
+
 # Of those that take images: tests/model/test_images.py.
 IMAGE_ARCHITECTURES = frozenset({"Idefics3ForConditionalGeneration"})
 
@@ -64,6 +67,8 @@ def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] 
     }
     if speculation is not None and SPECULATION not in unproven:
         reasons |= _of_speculation(vllm_config)
+    if "rope_parameters" in (model.hf_overrides or {}) and "hf_overrides" not in unproven:
+        reasons[f"model.hf_overrides, of {model.architecture},"] = model.architecture not in ROPE_ARCHITECTURES
     if model.architecture in IMAGE_ARCHITECTURES:
         reasons |= _of_image_models(vllm_config, has_tiers=has_tiers)
     found = [kind for kind, is_there in reasons.items() if is_there]

@@ -104,6 +104,8 @@ def measure(config: ClusterConfig, settings: Settings, dataset: Dataset, say: Pr
 
 
 def _plan(config: ClusterConfig, settings: Settings, dataset: Dataset, say: Progress) -> _Plan:
+    if config.model.hf_overrides.values:
+        raise ConfigError("model.hf_overrides: a report says nothing of them; measure the model as its folder has it")
     folder = model_folder.resolve(config.model.path, report=say)
     values = model_folder.read_config(str(folder))
     geometry = from_config(values, name=folder.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -14,7 +15,9 @@ def use_cpu_platform() -> None:
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
 
 
-def text_model_config(model_folder: str, *, trust_remote_code: bool, **values: Any) -> Any:
+def text_model_config(
+    model_folder: str, *, trust_remote_code: bool, hf_overrides: Mapping[str, Any] = {}, **values: Any
+) -> Any:
     """Return vLLM's ModelConfig; the folder needs no weights."""
     from vllm.config import ModelConfig
 
@@ -23,6 +26,6 @@ def text_model_config(model_folder: str, *, trust_remote_code: bool, **values: A
         tokenizer=model_folder,
         trust_remote_code=trust_remote_code,
         # Texts and tokens do not depend on it, and some need a GPU, or a plugin that only engines load.
-        hf_overrides={"quantization_config": None},
+        hf_overrides={"quantization_config": None, **hf_overrides},
         **values,
     )

@@ -42,6 +42,7 @@ class VllmPrompts:
             model_folder,
             trust_remote_code=model.trust_remote_code,
             max_model_len=model.max_model_len,
+            hf_overrides=model.hf_overrides.values,
             dtype=model.dtype,  # of an image's features
             renderer_num_workers=1,
         )

@@ -69,14 +69,16 @@ class Hello(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., version: _Optional[str] = ..., protocol: _Optional[_Union[Protocol, _Mapping]] = ..., cluster: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("served_name", "tokenizer", "weights")
+    __slots__ = ("served_name", "tokenizer", "weights", "overrides")
     SERVED_NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    OVERRIDES_FIELD_NUMBER: _ClassVar[int]
     served_name: str
     tokenizer: str
     weights: str
-    def __init__(self, served_name: _Optional[str] = ..., tokenizer: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
+    overrides: str
+    def __init__(self, served_name: _Optional[str] = ..., tokenizer: _Optional[str] = ..., weights: _Optional[str] = ..., overrides: _Optional[str] = ...) -> None: ...
 
 class Protocol(_message.Message):
     __slots__ = ("oldest", "newest", "features")

@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from bench.tiny_models import SHOWN
-from kvferry.engine.vllm.model_kinds import ADAPTER_ARCHITECTURES, ARCHITECTURES, IMAGE_ARCHITECTURES, why_refused
+from bench.tiny_models import OVERRIDDEN, SHOWN
+from kvferry.engine.vllm.model_kinds import (
+    ADAPTER_ARCHITECTURES,
+    ARCHITECTURES,
+    IMAGE_ARCHITECTURES,
+    ROPE_ARCHITECTURES,
+    why_refused,
+)
 
 
 def config(*, architecture: str = "LlamaForCausalLM", window: int | None = None, **text: Any) -> SimpleNamespace:
@@ -23,6 +29,7 @@ def config(*, architecture: str = "LlamaForCausalLM", window: int | None = None,
         get_sliding_window=lambda: window,
         quantization=None,
         hf_config=SimpleNamespace(),
+        hf_overrides={},
         dtype="torch.bfloat16",
     )
     cache = SimpleNamespace(cache_dtype="auto")
@@ -80,6 +87,20 @@ def test_a_draft_model_on_several_ranks_is_refused() -> None:
     whole = drafted()
     whole.parallel_config.tensor_parallel_size = 2
     assert "a draft model, on several ranks" in why_refused(whole, has_tiers=False)
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_rotations_in_the_place_of_their_own_are_served_where_they_were_compared(architecture: str) -> None:
+    whole = config(architecture=architecture)
+    whole.model_config.hf_overrides = {"rope_parameters": {}}
+    reason = why_refused(whole, has_tiers=False)
+    assert (f"model.hf_overrides, of {architecture}," in reason) == (architecture not in ROPE_ARCHITECTURES)
+    assert not why_refused(whole, has_tiers=False, unproven=("hf_overrides",))
+
+
+def test_rotations_were_compared_for_each_architecture_that_has_them() -> None:
+    names = {type(SHOWN[name]()).__name__.removesuffix("Config") for name in OVERRIDDEN}
+    assert {f"{name}ForCausalLM" for name in names} == ROPE_ARCHITECTURES
 
 
 @pytest.mark.parametrize("has_tiers", [False, True])

@@ -1,0 +1,165 @@
+"""`model.hf_overrides`: engines, gateways and chunks take YaRN's rotations, and compute what transformers computes.
+
+That pages with them survive transfers and volumes is a row of `tests/model/test_models.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.engine_device import engine_config, model_config
+from bench.tiny_models import YARN, make_model
+from bench.vllm_engines import answer
+from kvferry import model_folder
+from kvferry.config import EngineConfig, ModelConfig
+from kvferry.engine.base import EngineRequest, RequestId, Sampling
+from kvferry.errors import ConfigError, ContextLengthExceeded, UnsupportedEngine
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+NUM_TOKENS = 16
+CONTEXT = 2048  # four times that of config.json
+ANSWER = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+PARAMETERS = YARN["rope_parameters"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("qwen3-yarn", tmp_path_factory.mktemp("models") / "qwen3-yarn")
+
+
+def prompts() -> list[list[int]]:
+    seeded = random.Random(11)
+    return [[seeded.randrange(10, 40_000) for _ in range(length)] for length in (100, 400, 900, CONTEXT - NUM_TOKENS)]
+
+
+def expected(folder: Path, **overrides: Any) -> list[list[int]]:
+    """Return answers of transformers."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, **overrides)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    answers = []
+    for prompt in prompts():
+        tokens = torch.tensor([prompt])
+        with torch.inference_mode():
+            made = model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=NUM_TOKENS,
+                min_new_tokens=NUM_TOKENS,
+                do_sample=False,
+            )
+        answers.append(made[0, len(prompt) :].tolist())
+    return answers
+
+
+async def test_answers_are_those_of_transformers_with_the_same_rotations(folder: Path) -> None:
+    from kvferry.engine.vllm.engine import VllmEngine
+
+    model = model_config(path=str(folder), hf_overrides=YARN)
+    engine = VllmEngine(str(folder), model, engine_config("decode"), producer=False)
+    await engine.start()
+    try:
+        assert engine.info.max_model_len == CONTEXT
+        answers = [
+            (await answer(engine, EngineRequest(RequestId(f"r{i}"), prompt, ANSWER)))[0]
+            for i, prompt in enumerate(prompts())
+        ]
+    finally:
+        await engine.stop()
+    with_rotations = {"rope_parameters": dict(PARAMETERS), "max_position_embeddings": CONTEXT}
+    assert answers == await asyncio.to_thread(expected, folder, **with_rotations)
+    without = await asyncio.to_thread(expected, folder)
+    assert all(ours != theirs for ours, theirs in zip(answers, without, strict=True)), "the rotations had no effect"
+
+
+async def test_gateways_have_the_context_of_the_overrides(folder: Path) -> None:
+    from kvferry.engine.vllm.renderer import VllmRenderer
+
+    def make(**values: Any) -> VllmRenderer:
+        return VllmRenderer(str(folder), "m", ModelConfig(path=str(folder), **values))
+
+    plain, overridden = await asyncio.to_thread(make), await asyncio.to_thread(make, hf_overrides=YARN)
+    try:
+        assert (plain.max_model_len(), overridden.max_model_len()) == (512, CONTEXT)
+        body = {"prompt": prompts()[2], "max_tokens": 8}
+        (rendered,) = await overridden.render_completion(body)
+        assert list(rendered.token_ids) == body["prompt"]
+        with pytest.raises(ContextLengthExceeded, match="512 tokens"):
+            await plain.render_completion(body)
+    finally:
+        await plain.close()
+        await overridden.close()
+
+
+def vllm_config_of(folder: Path, **values: Any) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from kvferry.engine.vllm.arguments import engine_arguments
+
+    arguments = engine_arguments(
+        str(folder),
+        ModelConfig(path=str(folder), **values),
+        EngineConfig(),
+        kv_transfer={},
+        events_endpoint="ipc:///tmp/a",
+        replay_endpoint="ipc:///tmp/b",
+    )
+    for name in ("kv_transfer_config", "kv_events_config", "worker_extension_cls"):
+        arguments.pop(name)
+    return AsyncEngineArgs(**arguments).create_engine_config()
+
+
+def test_pages_and_chunks_of_other_rotations_are_others(folder: Path) -> None:
+    from kvferry.engine.vllm.plugins.chunk_layout import layout_fields
+
+    other = {"rope_parameters": {**PARAMETERS, "factor": 4.5}, "max_position_embeddings": CONTEXT}
+    layouts = {
+        layout_fields(
+            vllm_config_of(folder, max_model_len=512, **values),
+            model_name="m",
+            weights_revision="w",
+            blocks_per_chunk=4,
+        )["exchange"]
+        for values in ({}, {"hf_overrides": YARN}, {"hf_overrides": other})
+    }
+    assert len(layouts) == 3
+
+
+def test_a_base_that_is_not_the_models_is_refused(folder: Path) -> None:
+    """vLLM takes the parameters whole: without `rope_theta` it would take 10,000."""
+    from kvferry.engine.vllm.rope_overrides import check_rope_theta
+
+    def check(theta: float) -> None:
+        overrides = {"rope_parameters": {**PARAMETERS, "rope_theta": theta}}
+        check_rope_theta(str(folder), ModelConfig(path=str(folder), hf_overrides=overrides))
+
+    check(1_000_000)
+    with pytest.raises(ConfigError, match=r"rope_theta: 10000, and config\.json has 1e\+06"):
+        check(10_000)
+    check_rope_theta(str(folder), ModelConfig(path=str(folder)))
+
+
+def test_vllm_takes_the_parameters_whole(folder: Path) -> None:
+    from vllm.config import ModelConfig as VllmModelConfig
+
+    partly = {key: value for key, value in PARAMETERS.items() if key != "rope_theta"}
+    made = VllmModelConfig(model=str(folder), tokenizer=str(folder), hf_overrides={"rope_parameters": partly})
+    assert "rope_theta" not in made.hf_config.rope_parameters
+
+
+async def test_other_architectures_are_refused_with_overrides() -> None:
+    from kvferry.engine.vllm.engine import VllmEngine
+
+    path = str(model_folder.resolve("default"))
+    engine = VllmEngine(path, ModelConfig(path=path, hf_overrides=YARN), EngineConfig(), producer=False)
+    with pytest.raises(UnsupportedEngine, match=r"model\.hf_overrides, of LlamaForCausalLM,"):
+        await engine.start()
+    await engine.stop()

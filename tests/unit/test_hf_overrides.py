@@ -1,0 +1,104 @@
+"""`model.hf_overrides`: typed, bounded, whole, and part of what both ends of a link compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry import config as configuration
+from kvferry.config import MAX_CONTEXT, ClusterConfig
+from kvferry.errors import ConfigError
+from kvferry.link.protocol import why_incompatible
+from kvferry.served_model import identity
+
+ROPE = {"rope_type": "yarn", "rope_theta": 1000000, "factor": 4, "original_max_position_embeddings": 32768}
+
+
+def parsed(rope: dict[str, Any] | None = None, *, context: int | None = None, **sections: Any) -> ClusterConfig:
+    overrides = {"rope_parameters": ROPE if rope is None else rope, "max_position_embeddings": context}
+    model = {"path": "m", "hf_overrides": overrides, **sections.pop("model", {})}
+    return configuration.parse({"model": model, **sections})
+
+
+def test_the_context_is_what_the_rotations_reach() -> None:
+    config = parsed()
+    assert config.model.hf_overrides.values == {
+        "max_position_embeddings": 131072,
+        "rope_parameters": {**ROPE, "rope_theta": 1e6, "factor": 4.0},
+    }
+    assert parsed(context=65536).model.hf_overrides.context == 65536
+    assert configuration.parse({}).model.hf_overrides.values == {}
+    assert configuration.parse(config.model_dump()) == config
+    assert config.of_model().model.hf_overrides == config.model.hf_overrides
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"rope": {"rope_type": "yarn", "factor": 4}}, "rope_theta, original_max_position_embeddings: missing"),
+        ({"rope": {"factor": 4.0}}, "rope_type, rope_theta, original_max_position_embeddings: missing"),
+        ({"rope": {**ROPE, "rope_type": "dynamic"}}, "rope_type"),
+        ({"rope": {**ROPE, "beta_fast": 32}}, "beta_fast"),
+        ({"rope": {**ROPE, "factor": 1}}, "factor"),
+        ({"rope": {**ROPE, "factor": 65}}, "factor"),
+        ({"rope": {**ROPE, "factor": float("nan")}}, "factor"),
+        ({"rope": {**ROPE, "rope_theta": float("inf")}}, "rope_theta"),
+        ({"rope": {**ROPE, "original_max_position_embeddings": 63}}, "original_max_position_embeddings"),
+        ({"rope": {**ROPE, "original_max_position_embeddings": MAX_CONTEXT // 4 + 1}}, f"{MAX_CONTEXT} is the limit"),
+        ({"context": 131073}, "max_position_embeddings (131073): rope_parameters has rotations of 131072"),
+        ({"rope": {}, "context": 8192}, "max_position_embeddings (8192): give rope_parameters too"),
+        ({"model": {"max_model_len": 131073}}, "max_model_len (131073): hf_overrides has 131072"),
+        (
+            {"engine": {"unproven": ["hf_overrides"], "args": {"hf_overrides": {"a": 1}}}},
+            "vLLM takes one of the two",
+        ),
+        ({"engine": {"quality_report": "/r.json"}}, "engine.quality_report: with model.hf_overrides"),
+        ({"gateway": {"max_prompt_tokens": 131071}}, "must be at least the model's context (131072)"),
+    ],
+)
+def test_what_is_not_taken_is_named(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(**sections)
+    assert words in caught.value.message
+    assert len(caught.value.message) < 1000
+
+
+def test_the_largest_context_is_taken() -> None:
+    largest = {**ROPE, "original_max_position_embeddings": MAX_CONTEXT // 4}
+    assert parsed(largest, context=MAX_CONTEXT).model.hf_overrides.context == MAX_CONTEXT
+
+
+def test_quality_is_not_measured_with_overrides() -> None:
+    from kvferry.engine.vllm.quality_measure import Settings, measure
+    from kvferry.quality.samples import load_dataset
+
+    with pytest.raises(ConfigError, match=r"model\.hf_overrides: a report says nothing of them"):
+        next(measure(parsed(), Settings(("fp8",), "auto", (), 1, 1, 1, 1.0, 1.0), load_dataset(None), print))
+
+
+def test_models_of_a_cluster_have_overrides_of_their_own() -> None:
+    entry = {"name": "long", "model": {"path": "m2", "hf_overrides": {"rope_parameters": ROPE}}}
+    config = configuration.parse({"model": {"path": "m"}, "models": [entry]})
+    assert config.of_model("long").model.hf_overrides.context == 131072
+    assert config.of_model().model.hf_overrides.context == 0
+    entry["engine"] = {"quality_report": "/r.json"}
+    with pytest.raises(ConfigError, match=r"models\.0\..*with model\.hf_overrides"):
+        configuration.parse({"model": {"path": "m"}, "models": [entry]})
+
+
+def test_ends_with_other_overrides_do_not_work_together(tmp_path: Path) -> None:
+    plain = identity(configuration.parse({"model": {"path": "m", "revision": "r"}}), str(tmp_path))
+    ours, theirs = (
+        identity(parsed(context=context, model={"revision": "r"}), str(tmp_path)) for context in (None, 65536)
+    )
+    assert why_incompatible(ours, ours) == ""
+    assert '"max_position_embeddings":65536' in why_incompatible(ours, theirs)
+    for own, peer in ((plain, ours), (ours, plain)):
+        assert "its model.hf_overrides is " in why_incompatible(own, peer)
+
+
+def test_simulated_engines_have_no_context_of_overrides(tmp_path: Path) -> None:
+    config = parsed(engine={"kind": "sim"}, gateway={"max_prompt_tokens": 8192})
+    assert identity(config, str(tmp_path)).model.overrides == ""
