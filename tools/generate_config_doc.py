@@ -188,7 +188,8 @@ _TITLES = {
         "Unproven",
         "Refused unless `engine.unproven` names them; only in `engine.args`. `speculative_config` of "
         "[n-grams](#speculative-decoding) needs no permission in `decode.engine.args`, nor of a draft model here; "
-        "`load_format` and `model_loader_extra_config` with [the values that were shown](#how-weights-are-read) need none.",
+        "`load_format` and `model_loader_extra_config` with [the values that were shown](#how-weights-are-read) need "
+        "none.",
     ),
 }
 
