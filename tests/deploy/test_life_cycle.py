@@ -211,12 +211,12 @@ async def test_fewer_workers_take_the_pods_that_serve_emptied(site: Site, tmp_pa
     site.model.apply(counts(8))
     await site.settle()
     site.model.apply(counts(3))
-    before = {id(worker) for worker in site.model.workers}
+    before = {worker.number for worker in site.model.workers}
     await site.settle()
     assert site.pods("decode") == 3
     assert site.least["decode"] == 3
     # Those that are left are of before: none was moved because its pod went.
-    assert {id(worker) for worker in site.model.workers if worker.role == "decode"} <= before
+    assert {worker.number for worker in site.model.workers if worker.group == "decode"} <= before
 
 
 async def test_workers_spread_over_too_many_pods_are_moved_one_pod_at_a_time(site: Site, tmp_path: Path) -> None:
