@@ -414,6 +414,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         merged(MODELS, at("config.models", [{**CHAT, "model": {**CHAT["model"], "chat_template": "./c.jinja"}}])),
         'config.models[0].model.chat_template is "./c.jinja": name an absolute path',
     ),
+    (
+        at("config.gateway.images.max_per_request", 4),
+        "gateway.resources.limits.memory is 4Gi and config.gateway.images is set: a gateway may take 6530 MiB",
+    ),
     (at("config.metrics.host", "auto"), "metrics"),
     (merged(WEIGHTS, at("config.model.path", "/models/m")), 'config.model.path is "/models/m": the volume is filled'),
     (merged(WEIGHTS, at("model.volume.claimName", "c")), "model.volume says where the model is: name one of them"),
@@ -1144,6 +1148,23 @@ def test_gateways_download_no_weights(tmp_path: Path, mode: str) -> None:
         assert found["decode"][len(found["decode"]) - len(revision) :] == revision
         assert "--exclude" not in found["decode"]
         assert found["gateway"] == [*found["decode"], *left_out]
+
+
+def test_a_gateway_s_memory_is_compared_with_what_its_limits_allow(tmp_path: Path) -> None:
+    def notes(*changes: dict[str, Any]) -> str:
+        text: str = newest_helm().notes(values=write_values(tmp_path, merged(*changes)))
+        return text
+
+    images = at("config.gateway.images", {"max_per_request": 4, "processes": 1})
+    limit = at("gateway.resources.limits.memory", "5506Mi")
+    assert "a gateway may take" not in notes(images, limit).lower()
+    with pytest.raises(helm_check.CheckFailed, match="may take 5506 MiB"):
+        notes(images, at("gateway.resources.limits.memory", "5505Mi"))
+    for enough in ({"gateway": {"resources": {"limits": None}}}, at("config.engine.kind", "sim")):
+        notes(images, enough)
+    notes(at("config.gateway.images.max_per_request", 0))
+    assert "A gateway may take 6319 MiB" in notes(MODELS)
+    assert "a gateway may take" not in notes({}).lower()
 
 
 def test_a_ray_that_is_there_may_have_several_models_and_pools(tmp_path: Path) -> None:

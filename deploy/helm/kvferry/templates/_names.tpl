@@ -158,6 +158,27 @@ empty, path: of its values, role: those, tier and cpuGiB: of its engines}.
 {{- toJson $groups -}}
 {{- end -}}
 
+{{/*
+Mebibytes that a gateway of vLLM's models may take, of docs/operations.md (Sizing); images count where config.gateway.images
+is set. Empty: any, or the limit of its pods is enough.
+*/}}
+{{- define "kvferry.gatewayNeedsMiB" -}}
+{{- $gateway := .Values.config.gateway | default dict -}}
+{{- $images := $gateway.images | default dict -}}
+{{- $grammars := mul ($gateway.grammar_processes | default 2) ($gateway.grammar_memory_mib | default 512) -}}
+{{- $bodies := div (mul 2 ($gateway.max_pending_body_bytes | default 268435456)) 1048576 -}}
+{{- $tokens := div (mul 4 ($gateway.max_prompt_tokens | default 16777216)) 1048576 -}}
+{{- $num := add (ternary 1 0 (ne (include "kvferry.servesDefault" .) "")) (len (.Values.config.models | default list)) -}}
+{{- $needed := add 811 $bodies $tokens (mul $num (add 620 $grammars)) -}}
+{{- if and $images (ne (int (dig "max_per_request" 8 $images)) 0) (include "kvferry.servesDefault" .) -}}
+{{- $needed = add $needed 811 (mul ($images.processes | default 2) ($images.memory_mib | default 1024)) ($images.max_pending_mib | default 512) (int (dig "cache_mib" 128 $images)) -}}
+{{- end -}}
+{{- $limit := include "kvferry.mebibytes" (dig "limits" "memory" "" .Values.gateway.resources) | int64 -}}
+{{- if and (eq (dig "engine" "kind" "vllm" .Values.config) "vllm") (gt $limit 0) (lt $limit (int64 $needed)) -}}
+{{ $needed }}
+{{- end -}}
+{{- end -}}
+
 {{/* Pods of a group. */}}
 {{- define "kvferry.numPods" -}}
 {{- $role := .role -}}
