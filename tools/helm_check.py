@@ -265,8 +265,8 @@ def parse_configs(rendered: Sequence[Document]) -> list[ClusterConfig]:
         if document["kind"] == "ConfigMap" and "kvferry.yaml" in document["data"]:
             configs.append(configuration.parse(yaml.safe_load(document["data"]["kvferry.yaml"])))
         if document["kind"] == "RayService":
-            (application,) = serve_config(document)["applications"]
-            configs.append(configuration.parse(application["args"]["config"]))
+            for application in serve_config(document)["applications"]:
+                configs.append(configuration.parse(application["args"]["config"]))
     return configs
 
 
@@ -316,7 +316,7 @@ def config_schema() -> Document:
         for key in keys:
             del here[key]
     # Refused by the templates, in words: the chart makes no pods for them.
-    plain["properties"] |= {"pools": {"type": "object"}, "models": {"type": "array"}}
+    plain["properties"]["pools"] = {"type": "object"}
     return plain
 
 

@@ -87,11 +87,13 @@ def version_of(api_client: Any) -> str:
     return version
 
 
-def imitated_member(role: str, number: int, address: str) -> Member:
+def imitated_member(group: str, number: int, address: str) -> Member:
     """A worker as etcd has it."""
+    role, _, entry = group.partition("-")
     return Member(
         kind=MemberKind(role),
-        member_id=MemberId(f"{role}-{number}"),
+        member_id=MemberId(f"{group}-{number}"),
+        pool=f"{entry}@0" if entry else "",
         address=f"{address}:{7000 + number}",
         model="m",
         version="0",

@@ -49,6 +49,8 @@ from kvferry.worker.lifecycle import WorkerHost, build_engine
 log = logging.getLogger(__name__)
 
 APPLICATION = "kvferry"
+# Before an entry's name. The chart makes one of each: all deployments of a declared application have one version.
+APPLICATION_OF_ENTRY = "kvferry-model-"
 HEALTH_PERIOD_S = 1.0
 HEALTH_TIMEOUT_S = 30.0
 # Time for a stopping replica beyond its own drain: ending engines and servers.
@@ -59,7 +61,8 @@ KEEPER_NAMESPACE = "kvferry"
 KEEPER_START_S = 60.0
 # Between two looks at a folder that a job fills.
 FILL_PERIOD_S = 5.0
-# Between two looks at an application that starts.
+DELETE_TIMEOUT_S = 900
+# Between two looks at an application that starts or ends.
 STATUS_PERIOD_S = 0.5
 
 
@@ -215,7 +218,7 @@ def _is_deployed() -> bool:
     """Whether Serve has the application; True if Serve cannot be asked."""
     try:
         ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-        return APPLICATION in serve.status().applications
+        return any(map(_is_own, serve.status().applications))
     except ValueError:
         return False  # Serve is gone
     except Exception as error:
@@ -223,15 +226,19 @@ def _is_deployed() -> bool:
         return True
 
 
+def _is_own(application: str) -> bool:
+    return application == APPLICATION or application.startswith(APPLICATION_OF_ENTRY)
+
+
 def application(args: Mapping[str, Any]) -> Application:
     """Build the application for `import_path: kvferry.app:application`.
 
     `args`: `config`, as in a YAML file, and `model_folder`, a folder or hub id that is the same on every node (default:
-    `config.model.path`); optionally `hub_model`, `name` and `revision` of the model that a job puts there, for which
-    replicas wait. Raises ConfigError.
+    the model's path); optionally `entry`, whose workers alone are built, and `hub_model`, `name` and `revision` of the
+    model that a job puts there, for which replicas wait. Raises ConfigError.
     """
-    if unknown := sorted(set(args) - {"config", "model_folder", "hub_model"}):
-        raise ConfigError(f"args: unknown key {unknown[0]!r}. Allowed here: config, hub_model, model_folder")
+    if unknown := sorted(set(args) - {"config", "entry", "model_folder", "hub_model"}):
+        raise ConfigError(f"args: unknown key {unknown[0]!r}. Allowed here: config, entry, hub_model, model_folder")
     values = args.get("config")
     if not isinstance(values, Mapping):
         raise ConfigError(f"args.config: expected a mapping of sections, not {values!r}")
@@ -241,7 +248,14 @@ def application(args: Mapping[str, Any]) -> Application:
     hub_model = args.get("hub_model")
     if hub_model is not None and not _is_hub_model(hub_model):
         raise ConfigError(f"args.hub_model: expected {{name: ..., revision: ...}}, two texts, not {hub_model!r}")
-    return build(_deployable(configuration.parse(values)), model_folder, hub_model)
+    config = _deployable(configuration.parse(values))
+    if "entry" not in args:
+        return build(config, model_folder, hub_model)
+    if (name := args["entry"]) not in (names := [entry.name for entry in config.models]):
+        raise ConfigError(
+            f"args.entry: {str(name)[:80]!r} is no entry of args.config.models: {', '.join(names) or 'none'}"
+        )
+    return _tied(_parts_of(config, config.entry(name), model_folder, hub_model))
 
 
 def _is_hub_model(value: object) -> bool:
@@ -251,7 +265,7 @@ def _is_hub_model(value: object) -> bool:
 
 def build(config: ClusterConfig, model_folder: str = "", hub_model: Mapping[str, str] | None = None) -> Application:
     model_folder = model_folder or config.model.path
-    waits: dict[str, Any] = {"hub_model": dict(hub_model)} if hub_model else {}
+    waits = _waits(hub_model)
     values = replica_values(config.of_model())
     version = _digest([values, model_folder, __version__, *(waits.values())])
     common = (values, model_folder, waits)
@@ -270,6 +284,14 @@ def build(config: ClusterConfig, model_folder: str = "", hub_model: Mapping[str,
         options = _options(gateway, version, drain_timeout_s=drain_timeout_s)
         options["user_config"] = _models(config)
         parts.append(_Part(Gateway, *common, options))
+    return _tied(parts)
+
+
+def _waits(hub_model: Mapping[str, str] | None) -> dict[str, Any]:
+    return {"hub_model": dict(hub_model)} if hub_model else {}
+
+
+def _tied(parts: list[_Part]) -> Application:
     if not parts:
         raise ConfigError(
             "prefill.replicas, decode.replicas, gateway.replicas: all are 0, so there is nothing to serve"
@@ -304,14 +326,16 @@ def _workers(config: ClusterConfig, pool: str) -> list[tuple[type[_WorkerReplica
     return [(kind, role) for kind, role in roles if role.replicas]
 
 
-def _parts_of(config: ClusterConfig, entry: ModelEntryConfig) -> list[_Part]:
+def _parts_of(
+    config: ClusterConfig, entry: ModelEntryConfig, folder: str = "", hub_model: Mapping[str, str] | None = None
+) -> list[_Part]:
     # Nothing of other models is in their versions.
-    own = config.of_model(entry.name)
-    values, folder = replica_values(own), own.model.path
-    version = _digest([values, folder, __version__])
+    own, waits = config.of_model(entry.name), _waits(hub_model)
+    values, folder = replica_values(own), folder or own.model.path
+    version = _digest([values, folder, __version__, *(waits.values())])
     options = {"drain_timeout_s": own.worker.drain_timeout_s}
     return [
-        _Part(kind, values, folder, {}, _options(role, version, **options), entry.name, entry.pool)
+        _Part(kind, values, folder, waits, _options(role, version, **options), entry.name, entry.pool)
         for kind, role in _workers(own, entry.name)
     ]
 
@@ -379,9 +403,15 @@ def deploy(config: ClusterConfig, model_folder: str, ray_address: str, *, wait_s
 
 
 def delete(ray_address: str) -> None:
-    """Drain and end the application, if it is there. Other applications of the same Ray stay."""
+    """Drain and end the application, and those of entries, where they are. Others of the same Ray stay."""
     with _connected(ray_address):
-        serve.delete(APPLICATION)
+        for name in filter(_is_own, serve.status().applications):
+            serve.delete(name, _blocking=False)  # they drain at the same time
+        deadline_s = time.monotonic() + DELETE_TIMEOUT_S
+        while left := sorted(filter(_is_own, serve.status().applications)):
+            if time.monotonic() >= deadline_s:
+                raise KvferryError(f"after {DELETE_TIMEOUT_S} s these still drain, and go on: {', '.join(left)}")
+            time.sleep(STATUS_PERIOD_S)
 
 
 def _deployable(config: ClusterConfig) -> ClusterConfig:

@@ -212,6 +212,20 @@ ON_A_RAY_THAT_IS_THERE = merged(
     at("networkPolicy.rayFrom", [{"podSelector": {}}]),
 )
 WEIGHTS = merged(at("model.weights.enabled", True), at("config.model.revision", "v1"))
+CHAT: dict[str, Any] = {
+    "name": "chat",
+    "model": {"path": "/models/chat", "served_name": "Chat", "aliases": ["best"]},
+    "engine": {"tensor_parallel_size": 2},
+}
+SMALL: dict[str, Any] = {"name": "small", "model": {"path": "/models/small"}}
+
+
+def models(*entries: dict[str, Any]) -> dict[str, Any]:
+    """Values with entries of config.models, by default two, beside the default model."""
+    return at("config.models", list(entries or (CHAT, SMALL)))
+
+
+MODELS = merged(models(), at("config.model.path", "/models/m"), at("model.volume.claimName", "m"))
 ALERTS = [
     rule["alert"]
     for group in yaml.safe_load((helm_check.CHART / "files" / "alerts.yaml").read_text())["groups"]
@@ -306,14 +320,103 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (at("networkPolicy.rayFrom", [{"podSelector": {}}]), "networkPolicy.rayFrom is for ray.mode: existing"),
     (at("image.registry", ""), "etcd.image.registry and image.registry are empty: etcd-development/etcd is in no"),
     (at("config.pools", {"finance": {}}), "pods for the default pool only, so theirs would never start"),
-    (at("config.models", [{"name": "b"}]), "pods for the default model only, and RayService gives all deployments one"),
     (
         merged(ON_A_RAY_THAT_IS_THERE, at("config.models", [{"name": "b", "model": {"path": "acme/b"}}])),
-        'config.models[0].model.path is "acme/b": gateways read the tokenizer of each model below',
+        'config.models[0].model.path is "acme/b": gateways and workers read each model below model.volume.mountPath',
     ),
     (
         merged(ON_A_RAY_THAT_IS_THERE, at("config.models", [{"name": "b"}])),
-        'config.models[0].model.path is "": gateways read',
+        'config.models[0].model.path is "": gateways and workers read',
+    ),
+    (models(), 'config.models[0].model.path is the folder "/models/chat": model.volume must say with claimName'),
+    (
+        merged(models(), at("config.model.path", "HuggingFaceTB/x"), at("model.volume.claimName", "m")),
+        "the model's folder lies below it",
+    ),
+    (
+        merged(WEIGHTS, models()),
+        'config.models[0].model.path is "/models/chat": with model.weights it is the folder of a model that the volume '
+        "is filled with, /models/OWNER--NAME--REVISION, of model.weights.also",
+    ),
+    (
+        merged(
+            WEIGHTS,
+            models({"name": "b"}),
+            at("config.engine.kind", "sim"),
+            at("roles", {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}),
+        ),
+        "model.weights.enabled is true and there is no default model",
+    ),
+    (at("roles", {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}), "there is no model to serve"),
+    (at("roles.decode.replicas", 0), "roles.decode.replicas is 0: decode workers answer, so a model needs one"),
+    (merged(MODELS, at("config.models", [{"name": "-a"}])), 'config.models[0].name is "-a": groups of pods are called'),
+    (merged(MODELS, at("config.models", [{"name": "A"}])), 'config.models[0].name is "A": groups of pods'),
+    (merged(MODELS, at("config.models", [{"name": "a" * 32}])), f'config.models[0].name is "{"a" * 32}": groups'),
+    (merged(MODELS, at("config.models", [{"name": "default"}])), "at most 31, and not default or other"),
+    (
+        merged(MODELS, at("config.models", [CHAT, {**CHAT, "model": {"path": "/models/x", "served_name": "x"}}])),
+        'config.models[1].name is "chat", the name of an entry before it',
+    ),
+    (
+        merged(MODELS, at("config.models", [CHAT, {"name": "x", "model": {"path": "/models/x", "aliases": ["best"]}}])),
+        'config.models[1].model would be asked for as "best", as is config.models[0]: each name leads to one model',
+    ),
+    (
+        merged(MODELS, at("config.models", [{"name": "m", "model": {"path": "/models/x"}}])),
+        'config.models[0].model would be asked for as "m", as is config.model:',
+    ),
+    (
+        merged(MODELS, at("config.models", [{"name": f"m{number}"} for number in range(17)])),
+        "config.models and config.pools have 17 entries in all: 16 is the limit",
+    ),
+    (
+        merged(MODELS, at("config.models", [{**CHAT, "decode": {"replicas": 2}}])),
+        "config.models[0].decode is for ray.mode: existing; of the pods that this chart makes say it in roles.models",
+    ),
+    (
+        merged(MODELS, at("roles.models.chat.decode.replicas", 0)),
+        "roles.models.chat.decode.replicas is 0: decode workers answer, so a model needs one. Or remove its entry",
+    ),
+    (
+        merged(MODELS, at("config.model.canary", {"chad": 5})),
+        'config.model.canary names "chad", which is no entry of config.models',
+    ),
+    (
+        merged(MODELS, at("roles.models.chad.decode.replicas", 2)),
+        "roles.models.chad: there is no such entry of config.models (chat, small)",
+    ),
+    (at("roles.models.chat.decode.replicas", 2), "there is no such entry of config.models (none)"),
+    (
+        merged(ON_A_RAY_THAT_IS_THERE, models(), at("roles.models.chat.decode.replicas", 2)),
+        "roles.models.chat is for ray.mode: rayservice",
+    ),
+    (
+        merged(MODELS, TIER),
+        "config.tier.blocks_per_chunk must be set where models share tier.volumes (default, chat, small)",
+    ),
+    (
+        merged(MODELS, GPU, at("roles.prefill.gpusPerWorker", 1), at("roles.decode.gpusPerWorker", 1)),
+        "roles.models.chat.prefill.gpusPerWorker is 1 and config.models[0].engine.tensor_parallel_size is 2",
+    ),
+    (
+        merged(MODELS, at("roles.models.small.decode.env.UCX_TLS", "rc")),
+        'roles.models.small.decode.env.UCX_TLS is "rc" and has no tcp',
+    ),
+    (
+        merged(MODELS, at("roles.models.small.decode.extraVolumes", [{"name": "shm"}])),
+        'roles.models.small.decode.extraVolumes name "shm" twice',
+    ),
+    (
+        at("config.model.chat_template", "chat.jinja"),
+        'config.model.chat_template is "chat.jinja": name an absolute path',
+    ),
+    (
+        merged(MODELS, at("config.models", [{**CHAT, "model": {**CHAT["model"], "chat_template": "./c.jinja"}}])),
+        'config.models[0].model.chat_template is "./c.jinja": name an absolute path',
+    ),
+    (
+        at("config.gateway.images.max_per_request", 4),
+        "gateway.resources.limits.memory is 4Gi and config.gateway.images is set: a gateway may take 6530 MiB",
     ),
     (at("config.metrics.host", "auto"), "metrics"),
     (merged(WEIGHTS, at("config.model.path", "/models/m")), 'config.model.path is "/models/m": the volume is filled'),
@@ -827,6 +930,15 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "networkPolicy.hostNetworkFrom": ([{"ipBlock": {"cidr": "10.6.0.0/16"}}], "cidr: 10.6.0.0/16"),
         },
     ),
+    "further models": (
+        {},
+        {
+            "config.model.path": ("/models/m", 'model_folder: "/models/m"'),
+            "model.volume.claimName": ("m", "claimName: m"),
+            "config.models": ([SMALL], "- name: kvferry-model-small"),
+            "roles.models": ({"small": {"decode": {"nodeSelector": {"for": "small"}}}}, "for: small"),
+        },
+    ),
     "gateways of Serve": (
         {},
         {"gateway.mode": ("serve", "kvferry_gateway: '1'")} | pod_values("gateway", "gateway"),
@@ -1036,6 +1148,23 @@ def test_gateways_download_no_weights(tmp_path: Path, mode: str) -> None:
         assert found["decode"][len(found["decode"]) - len(revision) :] == revision
         assert "--exclude" not in found["decode"]
         assert found["gateway"] == [*found["decode"], *left_out]
+
+
+def test_a_gateway_s_memory_is_compared_with_what_its_limits_allow(tmp_path: Path) -> None:
+    def notes(*changes: dict[str, Any]) -> str:
+        text: str = newest_helm().notes(values=write_values(tmp_path, merged(*changes)))
+        return text
+
+    images = at("config.gateway.images", {"max_per_request": 4, "processes": 1})
+    limit = at("gateway.resources.limits.memory", "5506Mi")
+    assert "a gateway may take" not in notes(images, limit).lower()
+    with pytest.raises(helm_check.CheckFailed, match="may take 5506 MiB"):
+        notes(images, at("gateway.resources.limits.memory", "5505Mi"))
+    for enough in ({"gateway": {"resources": {"limits": None}}}, at("config.engine.kind", "sim")):
+        notes(images, enough)
+    notes(at("config.gateway.images.max_per_request", 0))
+    assert "A gateway may take 6319 MiB" in notes(MODELS)
+    assert "a gateway may take" not in notes({}).lower()
 
 
 def test_a_ray_that_is_there_may_have_several_models_and_pools(tmp_path: Path) -> None:

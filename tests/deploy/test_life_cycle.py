@@ -33,6 +33,7 @@ from support.kuberay_model import Model, serving, written_back
 k8s_check = load_tool("k8s_check")
 
 MAX_TURNS = 400
+ROLES = ("prefill", "decode")
 COUNTS = k8s_check.COUNTS
 
 
@@ -211,12 +212,12 @@ async def test_fewer_workers_take_the_pods_that_serve_emptied(site: Site, tmp_pa
     site.model.apply(counts(8))
     await site.settle()
     site.model.apply(counts(3))
-    before = {id(worker) for worker in site.model.workers}
+    before = {worker.number for worker in site.model.workers}
     await site.settle()
     assert site.pods("decode") == 3
     assert site.least["decode"] == 3
     # Those that are left are of before: none was moved because its pod went.
-    assert {id(worker) for worker in site.model.workers if worker.role == "decode"} <= before
+    assert {worker.number for worker in site.model.workers if worker.group == "decode"} <= before
 
 
 async def test_workers_spread_over_too_many_pods_are_moved_one_pod_at_a_time(site: Site, tmp_path: Path) -> None:
@@ -246,6 +247,95 @@ async def test_a_group_that_goes_is_emptied_first(site: Site, tmp_path: Path) ->
     site.model.apply(service(tmp_path, "70b-4plus4"))
     assert isinstance(await site.settle(), Done)
     assert site.model.registered("prefill") == 8
+
+
+def entries(*names: str, **changes: dict[str, Any]) -> dict[str, Any]:
+    """Values with entries of config.models, each of two decode workers; `changes` of one by its name."""
+    models = [{"name": name, "model": {"path": f"/models/{name}"}, **changes.get(name, {})} for name in names]
+    return {"config": {"models": models}, "roles": {"models": {name: {"decode": {"replicas": 2}} for name in names}}}
+
+
+async def test_models_come_change_and_go_while_the_others_keep_pods_and_workers(site: Site, tmp_path: Path) -> None:
+    model = site.model
+
+    def kept(*but: str) -> dict[str, set[tuple[str, int]]]:
+        """Group -> its workers and their pods, without those of some entries."""
+        found: dict[str, set[tuple[str, int]]] = {}
+        for worker in model.workers:
+            if worker.group.partition("-")[2] not in but:
+                found.setdefault(worker.group, set()).add((worker.pod.name, worker.number))
+        return found
+
+    async def change(*values: dict[str, Any], but: str = "") -> None:
+        before = kept(but)
+        model.apply(service(tmp_path, "70b-4plus4", *values))
+        assert isinstance(await site.settle(), Done)
+        assert kept(but) == before
+        assert model.cluster is not None
+        groups = {each["groupName"]: each["replicas"] for each in model.cluster["spec"]["workerGroupSpecs"]}
+        assert groups == {name: site.pods(name) for name in {pod.group for pod in model.pods} - {"head"}}
+        assert model.num_updates == model.num_taken == 0
+
+    tier = {"config": {"tier": {"blocks_per_chunk": 4}}, "roles": {role: {"workersPerPod": 1} for role in ROLES}}
+    await change(tier)
+    await change(tier, entries("b"), but="b")
+    assert (model.registered("prefill-b"), model.registered("decode-b")) == (1, 2)
+    # Together with fewer workers of the default model: KubeRay would end any of their pods.
+    model.apply(service(tmp_path, "70b-4plus4", tier, entries("b", "c"), {"roles": {"decode": {"replicas": 2}}}))
+    assert isinstance(await site.settle(), Done)
+    assert model.num_updates == model.num_taken == 0
+    tier["roles"]["decode"]["replicas"] = 2
+    # In place.
+    workers = {worker.number for worker in model.workers if worker.group == "decode-b"}
+    await change(tier, entries("b", "c", b={"engine": {"kv_cache_gib": 3}}), but="b")
+    assert workers.isdisjoint(worker.number for worker in model.workers)
+    assert model.registered("decode-b") == 2
+    pods = {pod.name for pod in model.pods if pod.group == "decode-b"}
+    more = {"roles": {"models": {"b": {"decode": {"replicas": 3, "memoryGiB": 901}}}}}
+    await change(tier, entries("b", "c", b={"engine": {"kv_cache_gib": 3}}), more, but="b")
+    assert pods.isdisjoint(pod.name for pod in model.pods)
+    assert model.registered("decode-b") == 3
+    # Serve ends an entry's workers, then its pods go.
+    await change(tier, entries("c"), but="b")
+    assert not [pod.name for pod in model.pods if pod.group.endswith("-b")]
+    await change(tier, but="c")
+    assert {pod.group for pod in model.pods} == {"head", "prefill", "decode"}
+
+
+async def test_an_image_replaces_pods_of_all_models_one_at_a_time(site: Site, tmp_path: Path) -> None:
+    tier = {"config": {"tier": {"blocks_per_chunk": 4}}}
+    site.model.apply(service(tmp_path, "70b-4plus4", tier, entries("b", "c")))
+    await site.settle()
+    before = {pod.group: site.model.registered(pod.group) for pod in site.model.pods if pod.group != "head"}
+    assert before == {"prefill": 8, "decode": 8, "prefill-b": 1, "decode-b": 2, "prefill-c": 1, "decode-c": 2}
+    site.model.apply(service(tmp_path, "70b-4plus4", tier, entries("b", "c"), IMAGE))
+    missing = []
+    for _ in range(MAX_TURNS):
+        site.model.turn()
+        step = await site.rollout.round()
+        missing.append({group for group, count in before.items() if site.model.registered(group) < count})
+        if isinstance(step, Done):
+            break
+    assert isinstance(step, Done)
+    assert max(map(len, missing)) == 1
+    images = site.images()
+    assert {group for group in images if images[group] == {"0.1.1-test"}} == {*before, "head"}
+
+
+async def test_a_model_that_never_loads_keeps_the_rollout_from_done(site: Site, tmp_path: Path) -> None:
+    tier = {"config": {"tier": {"blocks_per_chunk": 4}}}
+    site.model.apply(service(tmp_path, "70b-4plus4", tier))
+    await site.settle()
+    no_node = {"roles": {"models": {"b": {"decode": {"extraInitContainers": [{"name": "never", "image": "x"}]}}}}}
+    site.model.unready = {"decode-b"}
+    site.model.apply(service(tmp_path, "70b-4plus4", tier, entries("b"), no_node))
+    for _ in range(20):
+        site.model.turn()
+        step = await site.rollout.round()
+    assert step == Wait("decode-b: 0 of 1 pods are ready")
+    site.model.apply(service(tmp_path, "70b-4plus4", tier))
+    assert isinstance(await site.settle(), Done)
+    assert {pod.group for pod in site.model.pods} == {"head", "prefill", "decode"}
 
 
 async def test_new_certificates_replace_all_pods(site: Site, tmp_path: Path) -> None:

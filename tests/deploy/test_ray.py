@@ -122,8 +122,8 @@ def url(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def ask(site: Site, port: int, *, max_tokens: int = 4) -> str:
-    body = {"model": MODEL, "prompt": "A ferry carries", "max_tokens": max_tokens, "temperature": 0}
+def ask(site: Site, port: int, *, max_tokens: int = 4, model: str = MODEL) -> str:
+    body = {"model": model, "prompt": "A ferry carries", "max_tokens": max_tokens, "temperature": 0}
     headers = {"authorization": site.authorization}
     answer = httpx.post(f"{url(port)}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
     assert answer.status_code == 200, answer.text
@@ -179,7 +179,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def ray(site: Site) -> Iterator[RayCluster]:
-    resources = {f"kvferry_{role}": 8.0 for role in ("prefill", "decode", "gateway")}
+    entries = [f"{role}-{name}" for role in ("prefill", "decode") for name in ("alpha", "beta", "gamma")]
+    resources = {f"kvferry_{group}": 8.0 for group in ("prefill", "decode", "gateway", *entries)}
     with a_ray_cluster(resources=resources, environ={"KVFERRY_NODE_ADDRESS": "127.0.0.1"}) as cluster:
         yield cluster
 
@@ -216,6 +217,7 @@ class Load:
 
     site: Site
     num_streams: int = 8
+    models: tuple[str, ...] = (MODEL,)
     num_done: int = 0
     failures: list[str] = dataclasses.field(default_factory=list)
     stopping: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -232,7 +234,7 @@ class Load:
     async def _stream(self, client: httpx.AsyncClient, number: int) -> None:
         while not self.stopping.is_set():
             body = {
-                "model": MODEL,
+                "model": self.models[number % len(self.models)],
                 "prompt": f"stream {number} " * 40,
                 "max_tokens": 100,
                 "ignore_eos": True,
@@ -251,8 +253,8 @@ class Load:
 
 
 @contextlib.contextmanager
-def loaded(site: Site) -> Iterator[Load]:
-    load = Load(site)
+def loaded(site: Site, *models: str) -> Iterator[Load]:
+    load = Load(site, models=models or (MODEL,))
     thread = threading.Thread(target=load.run)
     thread.start()
     try:
@@ -300,6 +302,89 @@ def test_counts_change_under_load_and_nothing_else_does(ray: RayCluster, site: S
         assert replicas.items() <= more[deployment].items()
         assert fewer[deployment].items() <= more[deployment].items()
     assert fewer["Gateway"] == before["Gateway"]
+
+
+def deploy_models(ray: RayCluster, site: Site, *entries: dict[str, Any], **counts: int) -> None:
+    """Deploy the chart's applications of the default model and of entries, as KubeRay does: one PUT of them all."""
+    values = site.values()
+    values["config"]["models"] = list(entries)
+    values["roles"]["models"] = {name: {"decode": {"replicas": count}} for name, count in counts.items()}
+    service = one(site.render(values), "RayService")
+    ray.run("serve", "deploy", str(site.serve_file(service["spec"]["serveConfigV2"])), "-a", ray.dashboard)
+
+
+def settle_models(ray: RayCluster, **counts: int) -> dict[str, dict[str, int]]:
+    """Wait until these deployments of all applications have so many replicas, and no others any.
+
+    Returns their processes by deployment and replica.
+    """
+    wanted = {name.replace("_", "-"): count for name, count in counts.items()}
+    running: dict[str, dict[str, int]] = {}
+
+    def settled() -> bool:
+        nonlocal running
+        applications = ray.serve_details()["applications"].values()
+        assert {each["status"] for each in applications}.isdisjoint({"DEPLOY_FAILED", "UNHEALTHY"}), applications
+        replicas = {
+            name: deployment["replicas"] for each in applications for name, deployment in each["deployments"].items()
+        }
+        running = {name: {each["replica_id"]: each.get("pid", 0) for each in found} for name, found in replicas.items()}
+        return (
+            {each["status"] for each in applications} == {"RUNNING"}
+            and {each["state"] for found in replicas.values() for each in found} == {"RUNNING"}
+            and {name: len(found) for name, found in running.items()} == wanted
+        )
+
+    wait_until(settled, timeout_s=SETTLE_S, what=f"{wanted} replicas")
+    return running
+
+
+def test_one_model_of_several_changes_under_load_and_no_other_does(ray: RayCluster, site: Site) -> None:
+    alpha, beta = {"name": "alpha"}, {"name": "beta", "model": {"aliases": ["b"]}}
+    gamma = {"name": "gamma"}
+    default = {"PrefillWorker": 1, "DecodeWorker": 1, "Gateway": 1}
+    of_alpha = {"PrefillWorker_alpha": 1, "DecodeWorker_alpha": 1}
+    of_beta = {"PrefillWorker_beta": 1, "DecodeWorker_beta": 1}
+
+    def answers(*models: str) -> None:
+        def answered(model: str) -> bool:
+            body = {"model": model, "prompt": "x", "max_tokens": 2}
+            headers = {"authorization": site.authorization}
+            where = f"{url(site.http_port)}/v1/completions"
+            return httpx.post(where, json=body, headers=headers, timeout=60, trust_env=False).status_code == 200
+
+        for model in models:
+            wait_until(lambda model=model: answered(model), timeout_s=60, what=f"an answer of {model}")
+
+    deploy_models(ray, site, alpha, beta)
+    before = settle_models(ray, **default, **of_alpha, **of_beta)
+    answers(MODEL, "alpha", "beta", "b")
+    with loaded(site, MODEL, "alpha") as load:
+        # Another model of that name, more workers of it, another entry, and names that change.
+        renamed = {**alpha, "model": {"aliases": ["a"]}}
+        deploy_models(ray, site, renamed, {**beta, "model": {"revision": "2"}}, gamma, beta=2)
+        of_gamma = {"PrefillWorker_gamma": 1, "DecodeWorker_gamma": 1}
+        changed = settle_models(ray, **default, **of_alpha, **{**of_beta, "DecodeWorker_beta": 2}, **of_gamma)
+        answers("beta", "gamma", "a")
+        # Two go.
+        deploy_models(ray, site, alpha)
+        left = settle_models(ray, **default, **of_alpha)
+        answers(MODEL, "alpha")
+    assert load.failures == []
+    assert load.num_done >= 8
+    for name in left:
+        assert before[name] == changed[name] == left[name], name
+    for name in ("PrefillWorker-beta", "DecodeWorker-beta"):
+        assert set(before[name].values()).isdisjoint(changed[name].values())
+    deploy(ray, site, 1, 1)
+    assert settle(ray, PrefillWorker=1, DecodeWorker=1, Gateway=1).items() <= before.items()
+
+
+def test_a_delete_ends_the_applications_of_all_models(ray: RayCluster, site: Site) -> None:
+    deploy_models(ray, site, {"name": "alpha"})
+    settle_models(ray, PrefillWorker=1, DecodeWorker=1, Gateway=1, PrefillWorker_alpha=1, DecodeWorker_alpha=1)
+    ray.run("python", "-m", "kvferry.app", "delete", "--ray-address", ray.address)
+    assert ray.serve_details()["applications"] == {}
 
 
 def test_a_gateway_of_its_own_serves_the_same_workers_and_drains(ray: RayCluster, site: Site) -> None:

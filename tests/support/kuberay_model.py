@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import http.server
+import itertools
 import json
 import random
 import re
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
+
+import yaml
 
 from kvferry.rollout.kubernetes_api import worker_counts
 
@@ -36,10 +39,15 @@ class ModelPod:
     age: int = 0
     ending: int | None = None  # turns left
     has_redis: bool = False
+    can_start: bool = True
 
     @property
     def has_run(self) -> bool:
-        return self.age >= TURNS_TO_READY and "no-such" not in self.template["spec"]["containers"][0]["image"]
+        return (
+            self.can_start
+            and self.age >= TURNS_TO_READY
+            and "no-such" not in self.template["spec"]["containers"][0]["image"]
+        )
 
     @property
     def is_ready(self) -> bool:
@@ -48,9 +56,11 @@ class ModelPod:
 
 @dataclass
 class Worker:
-    role: str
+    group: str
     pod: ModelPod
+    version: str = ""
     loading: int = TURNS_TO_LOAD
+    number: int = field(default_factory=itertools.count().__next__)  # no two of a run have the same
 
 
 @dataclass
@@ -71,6 +81,9 @@ class Model:
     lease: Document | None = None
     calls: set[tuple[str, str]] = field(default_factory=set)  # method and path
     num_made: int = 0
+    unready: set[str] = field(default_factory=set)  # groups whose pods never start
+    made_from: Document = field(default_factory=dict)  # the spec whose hash the cluster's annotation has
+    num_updates: int = 0  # of the cluster by the operator itself
     num_taken: int = 0  # pods with workers that the operator ended unnamed
 
     def __post_init__(self) -> None:
@@ -97,6 +110,7 @@ class Model:
         with self.lock:
             self.cluster = None
             self.pods, self.workers, self.submitted = [], [], ""
+            self.made_from = {}
 
     def turn(self) -> None:
         with self.lock:
@@ -107,21 +121,21 @@ class Model:
                 self._reconcile_cluster(self.cluster)
             self._serve()
 
-    def registered(self, role: str) -> int:
-        return sum(worker.role == role and not worker.loading for worker in self.workers)
+    def registered(self, group: str) -> int:
+        return sum(worker.group == group and not worker.loading for worker in self.workers)
 
     def holds(self, pod: ModelPod) -> int:
         """Registered workers on a pod."""
         return sum(worker.pod is pod and not worker.loading for worker in self.workers)
 
-    def counts(self, role: str) -> int:
+    def counts(self, group: str) -> int:
         """Workers that Serve is to have."""
-        return worker_counts(self.submitted).get(role, 0)
+        return worker_counts(self.submitted).get(group, 0)
 
     def addresses(self) -> Iterator[tuple[str, str]]:
         for worker in self.workers:
             if not worker.loading:
-                yield worker.role, worker.pod.address
+                yield worker.group, worker.pod.address
 
     # The operator
 
@@ -138,6 +152,15 @@ class Model:
                 },
                 "spec": copy.deepcopy(service["spec"]["rayClusterConfig"]),
             }
+            self.made_from = self.cluster["spec"]
+        elif len(service["spec"]["rayClusterConfig"]["workerGroupSpecs"]) > len(self.made_from["workerGroupSpecs"]):
+            # shouldUpdateCluster: against what it made the cluster of, whatever that has become.
+            num_groups = len(self.made_from["workerGroupSpecs"])
+            if _without_counts(service, num_groups) == _without_counts({"spec": {"rayClusterConfig": self.made_from}}):
+                self.cluster["spec"] = copy.deepcopy(service["spec"]["rayClusterConfig"])
+                self.cluster["metadata"]["annotations"] = copy.deepcopy(service["metadata"].get("annotations", {}))
+                self.made_from = self.cluster["spec"]
+                self.num_updates += 1
         # shouldPrepareNewCluster, isZeroDowntimeUpgradeEnabled: with upgradeStrategy None another hash changes nothing.
         assert service["spec"]["upgradeStrategy"] == {"type": "None"}
         ready = any(pod.group == "head" and pod.is_ready for pod in self.pods)
@@ -146,12 +169,12 @@ class Model:
             self.submitted = service["spec"]["serveConfigV2"]
         side = {"rayClusterName": self.cluster["metadata"]["name"]}
         if ready:
-            side["applicationStatuses"] = {"kvferry": {"status": self._application()}}
+            side["applicationStatuses"] = {name: {"status": status} for name, status in self._statuses().items()}
         service["status"] = {"observedGeneration": service["metadata"]["generation"]}
         # calculateStatus, reconcileServices: without a port `serve` on the head an error ends the reconcile before it.
         head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
         has_port = any(port["name"] == "serve" for port in head["ports"])
-        is_active = has_port and self._application() == "RUNNING"
+        is_active = has_port and self._is_running()
         service["status"]["activeServiceStatus" if is_active else "pendingServiceStatus"] = side
 
     def _reconcile_cluster(self, cluster: Document) -> None:
@@ -187,7 +210,9 @@ class Model:
         assert self.cluster is not None
         has_redis = "gcsFaultToleranceOptions" in self.cluster["spec"]
         name = f"{self.name}-{group}-{self.num_made}"
-        self.pods.append(ModelPod(name, group, copy.deepcopy(template), address, has_redis=has_redis))
+        pod = ModelPod(name, group, copy.deepcopy(template), address, has_redis=has_redis)
+        pod.can_start = group not in self.unready
+        self.pods.append(pod)
 
     # The kubelet
 
@@ -215,34 +240,58 @@ class Model:
         self.workers = [worker for worker in self.workers if worker.pod in self.pods and worker.pod.ending is None]
         for worker in self.workers:
             worker.loading = max(0, worker.loading - 1)
-        counts = worker_counts(self.submitted)
-        for role in ("prefill", "decode"):
-            there = [worker for worker in self.workers if worker.role == role]
-            excess = len(there) - counts.get(role, 0)
+        counts, versions = worker_counts(self.submitted), self._versions()
+        for group in sorted({*counts, *(worker.group for worker in self.workers)} - {"gateway"}):
+            there = [worker for worker in self.workers if worker.group == group]
+            excess = len(there) - counts.get(group, 0)
+            old = [worker for worker in there if worker.version != versions.get(group)]
             if excess > 0 and self.submitted:
                 # One a turn.
                 self.workers.remove(self.random.choice(there))
+            elif old and group in counts and not any(worker.loading for worker in there):
+                self.workers.remove(old[0])
+                excess -= 1
             for pod in self.random.sample(self.pods, len(self.pods)):
-                places = self._places(role) - sum(worker.pod is pod for worker in self.workers)
-                while pod.group == role and pod.is_ready and places > 0 and excess < 0:
-                    self.workers.append(Worker(role, pod))
+                places = self._places(group) - sum(worker.pod is pod for worker in self.workers)
+                while pod.group == group and pod.is_ready and places > 0 and excess < 0:
+                    self.workers.append(Worker(group, pod, versions[group]))
                     places, excess = places - 1, excess + 1
 
-    def _places(self, role: str) -> int:
+    def _places(self, name: str) -> int:
         assert self.cluster is not None
         for group in self.cluster["spec"]["workerGroupSpecs"]:
-            if group["groupName"] == role:
-                return int(group["resources"][f"kvferry_{role}"])
+            if group["groupName"] == name:
+                return int(group["resources"][f"kvferry_{name}"])
         return 0
 
-    def _application(self) -> str:
-        if not self.submitted:
-            return "NOT_STARTED"
-        if not self.places_workers:
-            return "RUNNING"
-        counts = worker_counts(self.submitted)
-        is_whole = all(self.registered(role) == counts.get(role, 0) for role in ("prefill", "decode"))
-        return "RUNNING" if is_whole else "DEPLOYING"
+    def _versions(self) -> dict[str, str]:
+        """Group -> the version of its deployment: get_app_code_version of ray.serve, for what the chart writes."""
+        found = {}
+        for application in _applications(self.submitted):
+            version = json.dumps([application.get("import_path"), application.get("args")], sort_keys=True)
+            found |= dict.fromkeys(worker_counts(yaml.safe_dump({"applications": [application]})), version)
+        return found
+
+    def _statuses(self) -> dict[str, str]:
+        """Serve's applications, those that are no longer declared until their last worker has gone."""
+        found = {}
+        left = {worker.group for worker in self.workers}
+        versions = self._versions()
+        for application in _applications(self.submitted):
+            counts = worker_counts(yaml.safe_dump({"applications": [application]}))
+            groups = [group for group in counts if group != "gateway"]
+            is_whole = all(self.registered(group) == counts[group] for group in groups) and all(
+                worker.version == versions[worker.group] for worker in self.workers if worker.group in groups
+            )
+            found[application["name"]] = "RUNNING" if is_whole or not self.places_workers else "DEPLOYING"
+            left -= {*groups}
+        for entry in {group.partition("-")[2] for group in left} - {""}:
+            found.setdefault(f"kvferry-model-{entry}", "DELETING")
+        return found
+
+    def _is_running(self) -> bool:
+        statuses = self._statuses()
+        return bool(statuses) and set(statuses.values()) == {"RUNNING"}
 
     # The API server
 
@@ -336,6 +385,20 @@ class Model:
             "spec": pod.template["spec"],
             "status": {"podIP": pod.address, "conditions": [condition], "containerStatuses": [container]},
         }
+
+
+def _applications(serve_config: str) -> list[Document]:
+    return list((yaml.safe_load(serve_config) or {}).get("applications", []))
+
+
+def _without_counts(service: Document, num_groups: int | None = None) -> Document:
+    """generateHashWithoutReplicasAndWorkersToDelete: of a cluster, up to so many groups."""
+    spec = copy.deepcopy(service["spec"]["rayClusterConfig"])
+    spec["workerGroupSpecs"] = spec["workerGroupSpecs"][:num_groups]
+    for group in spec["workerGroupSpecs"]:
+        for key in ("replicas", "minReplicas", "maxReplicas", "scaleStrategy"):
+            group.pop(key, None)
+    return dict(spec)
 
 
 def _status(code: int, message: str) -> Document:

@@ -131,6 +131,27 @@ def test_each_model_has_deployments_whose_versions_know_of_no_other_model() -> N
         assert {name for name in before if after[name] != before[name]} == {"DecodeWorker-beta"}
 
 
+def test_an_entry_alone_has_the_deployments_that_it_has_among_others() -> None:
+    together = build(models=[ALPHA, BETA])
+
+    def alone(**args: Any) -> dict[str, Any]:
+        return deployments(app.application({"config": values(models=[ALPHA]), "entry": "alpha", **args}))
+
+    assert {name: each.num_replicas for name, each in alone().items()} == {
+        "PrefillWorker-alpha": 1,
+        "DecodeWorker-alpha": 2,
+    }
+    for name, each in alone().items():
+        assert each.version == together[name].version
+        assert each.init_args[:2] == together[name].init_args[:2]
+        assert each.init_kwargs == together[name].init_kwargs
+    hub_model = {"name": "acme/alpha", "revision": "v1"}
+    waiting = alone(hub_model=hub_model, model_folder="/weights/alpha")["DecodeWorker-alpha"]
+    assert waiting.init_args[1] == "/weights/alpha"
+    assert waiting.init_kwargs["hub_model"] == hub_model
+    assert waiting.version != together["DecodeWorker-alpha"].version
+
+
 def test_a_gateway_follows_models_that_its_replica_was_not_made_with() -> None:
     tier = {"enabled": True, "volumes": [{"path": "/v", "capacity_gib": 1, "pool": "beta"}]}
     sections = {
@@ -165,12 +186,21 @@ def test_a_replica_gets_a_configuration_that_parses() -> None:
     [
         (
             {"config": values(), "model": "x"},
-            "args: unknown key 'model'. Allowed here: config, hub_model, model_folder",
+            "args: unknown key 'model'. Allowed here: config, entry, hub_model, model_folder",
         ),
         ({"config": values(), "hub_model": "a/b"}, "args.hub_model: expected {name: ..., revision: ...}, two texts"),
         ({"config": values(), "hub_model": {"name": "a/b", "revision": ""}}, "args.hub_model: expected {name:"),
         ({}, "args.config: expected a mapping of sections, not None"),
         ({"config": values(), "model_folder": 3}, "args.model_folder: expected a folder or a hub id, not 3"),
+        ({"config": values(), "entry": "b"}, "args.entry: 'b' is no entry of args.config.models: none"),
+        ({"config": values(models=[ALPHA]), "entry": ["b"]}, "is no entry of args.config.models: alpha"),
+        (
+            {
+                "config": values(models=[{**ALPHA, **{key: {"replicas": 0} for key in ("prefill", "decode")}}]),
+                "entry": "alpha",
+            },
+            "all are 0",
+        ),
         ({"config": {"engine": {"kind": "sim"}}}, "membership.endpoints: etcd's addresses are needed to deploy"),
         ({"config": values(decode={"replica": 2})}, "decode.replica: unknown key (value 2); did you mean 'replicas'?"),
         ({"config": values(**{role: {"replicas": 0} for role in ("prefill", "decode", "gateway")})}, "all are 0"),

@@ -56,7 +56,7 @@ async def serve(config: ClusterConfig, model_folder: str) -> None:
 
 
 def _model_folder(config: ClusterConfig, name: str) -> str:
-    if config.engine.kind == "sim":
+    if config.engine.kind == "sim" or not config.serves_default:
         return name
     return str(model_folder.resolve(name, report=log.info, with_weights=False))
 

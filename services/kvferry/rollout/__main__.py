@@ -30,7 +30,7 @@ from kvferry.membership.base import WORKER_KINDS, Membership
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.rollout.kubernetes_api import KubernetesApi, api_client, normal_address
 from kvferry.rollout.lease import Lease, must_hold
-from kvferry.rollout.plan import Blocked, DeletePods, Done, Observed, SetSpec, Step, Wait, next_step
+from kvferry.rollout.plan import Blocked, DeletePods, Done, Observed, SetSpec, Step, Wait, next_step, worker_group
 
 ROUND_S = 5.0
 # KubeRay may show what Serve said before the last change for one reconcile.
@@ -109,9 +109,10 @@ class Rollout:
         for member in await self._membership.members():
             address = normal_address(member.address.rpartition(":")[0])
             # A pod may have the address of one that is gone, whose workers' leases have not run out.
-            is_gone = member.pod_uid not in ("", uids.get((member.kind.value, address), member.pod_uid))
+            group = worker_group(member.kind.value, configuration.entry_of(member.pool))
+            is_gone = member.pod_uid not in ("", uids.get((group, address), member.pod_uid))
             if member.kind in WORKER_KINDS and not is_gone:
-                workers[member.kind.value][address] += 1
+                workers[group][address] += 1
         return workers
 
     def _act(self, step: Step) -> None:

@@ -16,14 +16,14 @@ import yaml
 from kubernetes.client.exceptions import ApiException
 
 from kvferry.errors import ConfigError, UnavailableError
-from kvferry.rollout.plan import HEAD, TEMPLATE_DIGEST, Document, Observed, Pod, SetSpec, annotation
+from kvferry.rollout.plan import HEAD, TEMPLATE_DIGEST, Document, Observed, Pod, SetSpec, annotation, worker_group
 
 GROUP, VERSION = "ray.io", "v1"
 LEASES = ("coordination.k8s.io", "v1")
 # On the RayService, and on the RayCluster that KubeRay makes of it: which rendering of the chart it is.
 CLUSTER_DIGEST = "kvferry.io/cluster"
 RELEASE_DIGEST = "kvferry.io/release"
-# Serve's deployments, by the worker group whose pods they run on.
+# Serve's deployments, by the worker group whose pods they run on. Those of an entry end with its name, as groups do.
 DEPLOYMENTS = {"PrefillWorker": "prefill", "DecodeWorker": "decode", "Gateway": "gateway"}
 TIMEOUT_S = 10.0
 # Kubernetes refuses a longer message of an event.
@@ -58,7 +58,7 @@ class KubernetesApi:
             actual_digest=annotation(actual, CLUSTER_DIGEST),
             pods=tuple(self._pods(cluster)) if cluster else (),
             counts=worker_counts(self._service["spec"].get("serveConfigV2") or ""),
-            application=_application(side),
+            applications=_not_running(side, self._service["spec"].get("serveConfigV2") or ""),
             is_submitted=status.get("observedGeneration") == self._service["metadata"].get("generation"),
         )
 
@@ -211,11 +211,16 @@ def api_client() -> kubernetes.client.ApiClient:
 def worker_counts(serve_config: str) -> dict[str, int]:
     """Worker group -> replicas that Serve is to run there."""
     counts = {}
-    for application in (yaml.safe_load(serve_config) or {}).get("applications", []):
+    for application in _applications(serve_config):
         for deployment in application.get("deployments", []):
-            if (group := DEPLOYMENTS.get(deployment["name"])) is not None:
-                counts[group] = int(deployment.get("num_replicas", 1))
+            kind, _, entry = deployment["name"].partition("-")
+            if (group := DEPLOYMENTS.get(kind)) is not None:
+                counts[worker_group(group, entry)] = int(deployment.get("num_replicas", 1))
     return counts
+
+
+def _applications(serve_config: str) -> list[Document]:
+    return (yaml.safe_load(serve_config) or {}).get("applications", [])  # type: ignore[no-any-return]
 
 
 def _words(error: Exception) -> str:
@@ -233,10 +238,12 @@ def _status(error: UnavailableError) -> int | None:
     return error.__cause__.status if isinstance(error.__cause__, ApiException) else None
 
 
-def _application(side: Document) -> str:
-    for status in (side.get("applicationStatuses") or {}).values():
-        return str(status.get("status", ""))
-    return ""
+def _not_running(side: Document, serve_config: str) -> dict[str, str]:
+    statuses = side.get("applicationStatuses") or {}
+    # One that is no longer wanted is there until its last replica has ended.
+    names = {*statuses, *(application["name"] for application in _applications(serve_config))}
+    found = {name: str(statuses.get(name, {}).get("status", "")) for name in names}
+    return {name: status for name, status in found.items() if status != "RUNNING"}
 
 
 def with_own_addresses(pods: list[Pod]) -> list[Pod]:

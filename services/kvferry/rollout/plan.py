@@ -11,8 +11,17 @@ Document = dict[str, Any]
 
 TEMPLATE_DIGEST = "kvferry.io/template"  # the chart's annotation of pod templates, and so of pods
 HEAD = "head"
-# Worker groups whose pods hold kvferry's workers, in the order in which they are replaced; others hold gateways.
 ROLES = ("prefill", "decode")
+
+
+def worker_group(role: str, entry: str = "") -> str:
+    """Return the worker group whose pods hold a role's workers of the default model, or of an entry of `models`."""
+    return f"{role}-{entry}" if entry else role
+
+
+def holds_workers(group: str) -> bool:
+    """Return whether pods of a worker group hold workers; those of others hold gateways."""
+    return group.partition("-")[0] in ROLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +47,10 @@ class Observed:
     actual: Document  # the RayCluster's spec; empty: there is none
     actual_digest: str = ""
     pods: Sequence[Pod] = ()
-    workers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # role -> address -> registered workers
-    counts: Mapping[str, int] = field(default_factory=dict)  # role -> workers that Serve is to have
-    application: str = ""  # Serve's status of the application, as the operator last saw it
+    workers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # group -> address -> registered workers
+    counts: Mapping[str, int] = field(default_factory=dict)  # group -> workers that Serve is to have
+    # What the operator last saw that is not as the release says: application -> Serve's status of it.
+    applications: Mapping[str, str] = field(default_factory=dict)
     is_submitted: bool = True  # the operator has seen the release's last change
 
 
@@ -138,8 +148,8 @@ def _finish(seen: Observed) -> Step:
         )
     if not seen.is_submitted:
         return Wait("KubeRay has not seen the release's last change yet")
-    if seen.application != "RUNNING":
-        return Wait(f"Serve says of the application: {seen.application or 'nothing yet'}")
+    for name, status in sorted(seen.applications.items()):
+        return Wait(f"Serve says of the application {name}: {status or 'nothing yet'}")
     return Done(left)
 
 
@@ -208,7 +218,7 @@ def _shrink_group(seen: Observed, name: str, group: Document) -> Step | None:
     idle = [pod for pod in pods if not _holds(seen, pod) and (not pod.is_ready or surplus >= 0)]
     idle.sort(key=lambda pod: not _is_outdated(seen, pod))
     if not idle and len(pods) > _count(wanted):
-        if name in ROLES and surplus > 0:
+        if holds_workers(name) and surplus > 0:
             return Wait(f"Serve ends {surplus} {name} worker(s)")
         if (missing := _unsettled(seen, seen.actual)) is not None:
             return Wait(missing)
@@ -248,14 +258,14 @@ def _is_outdated(seen: Observed, pod: Pod) -> bool:
 
 def _holds(seen: Observed, pod: Pod) -> int:
     # A gateway pod is one gateway.
-    if pod.group in ROLES:
+    if holds_workers(pod.group):
         return seen.workers.get(pod.group, {}).get(pod.address, 0) if pod.address else 0
     return int(pod.is_ready)
 
 
-def _num_workers(seen: Observed, role: str) -> int:
-    addresses = {pod.address for pod in _pods_of(seen, role) if not pod.is_ending}
-    return sum(count for address, count in seen.workers.get(role, {}).items() if address in addresses)
+def _num_workers(seen: Observed, group: str) -> int:
+    addresses = {pod.address for pod in _pods_of(seen, group) if not pod.is_ending}
+    return sum(count for address, count in seen.workers.get(group, {}).items() if address in addresses)
 
 
 def _replace_useless(seen: Observed) -> Step | None:
@@ -285,7 +295,7 @@ def _unsettled(seen: Observed, spec: Document) -> str | None:
         ready = sum(pod.is_ready and not pod.is_ending for pod in pods)
         if any(pod.is_ending for pod in pods) or ready != _count(group):
             return f"{name}: {ready} of {_count(group)} pods are ready"
-        if name in ROLES and (num_workers := _num_workers(seen, name)) < seen.counts.get(name, 0):
+        if holds_workers(name) and (num_workers := _num_workers(seen, name)) < seen.counts.get(name, 0):
             return f"{name}: {num_workers} of {seen.counts[name]} workers are registered"
     return None
 

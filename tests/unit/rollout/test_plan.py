@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.rollout.kubernetes_api import worker_counts
+from kvferry.rollout.kubernetes_api import _not_running, worker_counts
 from kvferry.rollout.plan import HEAD, Blocked, DeletePods, Done, Observed, Pod, SetSpec, Step, Wait, next_step
 from support.kuberay_model import Model
 
@@ -26,6 +26,7 @@ class Release:
     per_pod: int
     image: str
     redis: bool = False
+    entries: tuple[tuple[str, int, int], ...] = ()  # name, prefill and decode workers
 
 
 def digest(value: Any) -> str:
@@ -42,6 +43,8 @@ def service_of(release: Release) -> dict[str, Any]:
     for name, workers, per_pod in (
         ("prefill", release.prefill, release.per_pod),
         ("decode", release.decode, release.per_pod),
+        *((f"prefill-{name}", prefill, release.per_pod) for name, prefill, _ in release.entries),
+        *((f"decode-{name}", decode, release.per_pod) for name, _, decode in release.entries),
         ("gateway", release.gateways, 1),
     ):
         if workers:
@@ -57,9 +60,12 @@ def service_of(release: Release) -> dict[str, Any]:
                     "template": template(release.image, per_pod),
                 }
             )
+    head = template(release.image, release.redis)
+    # As the chart, so that KubeRay does not take counts to the cluster by itself.
+    head["metadata"]["annotations"]["kvferry.io/groups"] = ".".join(group["groupName"] for group in groups)
     cluster = {
         "rayVersion": "2.60.0",
-        "headGroupSpec": {"template": template(release.image, release.redis)},
+        "headGroupSpec": {"template": head},
         "workerGroupSpecs": groups,
     }
     if release.redis:
@@ -67,7 +73,15 @@ def service_of(release: Release) -> dict[str, Any]:
     deployments = [{"name": "DecodeWorker", "num_replicas": release.decode}]
     if release.prefill:
         deployments.append({"name": "PrefillWorker", "num_replicas": release.prefill})
-    serve = json.dumps({"applications": [{"name": "kvferry", "deployments": deployments}]})
+    applications = [{"name": "kvferry", "deployments": deployments}]
+    for name, *counts in release.entries:
+        of_entry = [
+            {"name": f"{kind}Worker-{name}", "num_replicas": count}
+            for kind, count in zip(("Prefill", "Decode"), counts, strict=True)
+            if count
+        ]
+        applications.append({"name": f"kvferry-model-{name}", "deployments": of_entry})
+    serve = json.dumps({"applications": applications})
     return {
         "metadata": {"name": "kv", "annotations": {"kvferry.io/cluster": digest(cluster)}},
         "spec": {"upgradeStrategy": {"type": "None"}, "serveConfigV2": serve, "rayClusterConfig": cluster},
@@ -103,7 +117,7 @@ def observe(model: Model) -> Observed:
         ],
         workers=workers,
         counts=worker_counts(model.service["spec"]["serveConfigV2"]),
-        application=side.get("applicationStatuses", {}).get("kvferry", {}).get("status", ""),
+        applications=_not_running(side, model.service["spec"]["serveConfigV2"]),
         is_submitted=status.get("observedGeneration") == model.service["metadata"]["generation"],
     )
 
@@ -161,7 +175,20 @@ releases = st.builds(
     per_pod=st.sampled_from([1, 2, 4]),
     image=st.sampled_from(["a", "b", "no-such"]),
     redis=st.booleans(),
+    entries=st.lists(
+        st.tuples(st.sampled_from(["x", "y"]), st.integers(0, 3), st.integers(1, 3)),
+        max_size=2,
+        unique_by=lambda e: e[0],
+    ).map(tuple),
 )
+
+
+def workers_of(release: Release) -> dict[str, int]:
+    """Group -> workers, where there are any."""
+    found = {"prefill": release.prefill, "decode": release.decode}
+    for name, prefill, decode in release.entries:
+        found |= {f"prefill-{name}": prefill, f"decode-{name}": decode}
+    return {group: count for group, count in found.items() if count}
 
 
 @settings(max_examples=300, deadline=None)
@@ -181,9 +208,10 @@ def test_any_changes_end_as_the_last_one_says(changes: list[tuple[Release, int]]
     done = settle(model, last)
     assert model.cluster is not None
     pods = collections.Counter(pod.group for pod in model.pods)
-    wanted = {"prefill": -(-last.prefill // last.per_pod), "decode": -(-last.decode // last.per_pod)}
+    wanted = {group: -(-count // last.per_pod) for group, count in workers_of(last).items()}
     assert pods == collections.Counter({**wanted, "gateway": last.gateways, HEAD: 1})
-    assert (model.registered("prefill"), model.registered("decode")) == (last.prefill, last.decode)
+    assert collections.Counter(group for group, _ in model.addresses()) == workers_of(last)
+    assert model.num_updates == 0, "the operator took groups and counts to the cluster by itself"
     tags = {pod.group: pod.template["spec"]["containers"][0]["image"] for pod in model.pods if pod.group != HEAD}
     assert set(tags.values()) == {f"kvferry:{last.image}"}
     (head,) = (pod for pod in model.pods if pod.group == HEAD)
@@ -204,7 +232,7 @@ def test_a_new_image_leaves_all_pods_of_a_role_but_one(first: Release, image: st
     for _ in range(MAX_TURNS):
         if isinstance(turn(model), Done):
             break
-        away = {role: model.counts(role) - model.registered(role) for role in ("prefill", "decode")}
+        away = {group: model.counts(group) - model.registered(group) for group in workers_of(first)}
         # Other than the head's end with Redis, in this model nothing takes a second pod's workers.
         assert sum(count > 0 for count in away.values()) <= 1, away
         assert all(count <= first.per_pod for count in away.values()), away
@@ -227,7 +255,6 @@ def moment(
         pods=pods,
         workers={"decode": workers or {}},
         counts={"decode": decode},
-        application="RUNNING",
     )
     return dataclasses.replace(seen, **changes)
 

@@ -53,7 +53,6 @@ class FakeApi(FakeLeases):
             actual_digest="x",
             pods=(*PODS, *self.more_pods),
             counts={"decode": 1},
-            application="RUNNING",
         )
 
     def set_spec(self, step: SetSpec) -> None:

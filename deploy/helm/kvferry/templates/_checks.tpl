@@ -11,43 +11,59 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- fail (printf "objects would be named %q, after the release: services need small letters, digits and dashes, and a letter first. Name another one with fullnameOverride" $fullname) -}}
 {{- end -}}
 
-{{- if and (eq (int $v.roles.prefill.replicas) 0) (not $v.aggregated) -}}
+{{- $servesDefault := include "kvferry.servesDefault" . -}}
+{{- if and (not $servesDefault) (not $v.config.models) -}}
+{{- fail "roles.prefill.replicas and roles.decode.replicas are 0 and config.models is empty: there is no model to serve" -}}
+{{- end -}}
+{{- if and $servesDefault (eq (int $v.roles.decode.replicas) 0) -}}
+{{- fail "roles.decode.replicas is 0: decode workers answer, so a model needs one. Without a default model (all are entries of config.models) roles.prefill.replicas is 0 too" -}}
+{{- end -}}
+{{- if and $servesDefault (eq (int $v.roles.prefill.replicas) 0) (not $v.aggregated) -}}
 {{- fail "roles.prefill.replicas is 0: decode workers need prefill workers. Say aggregated: true if they are to compute prompts themselves" -}}
 {{- end -}}
 {{- if and $v.aggregated (gt (int $v.roles.prefill.replicas) 0) -}}
 {{- fail (printf "aggregated is true and roles.prefill.replicas is %d: with aggregated there are no prefill workers, so set it to 0" (int $v.roles.prefill.replicas)) -}}
 {{- end -}}
 
-{{- range $name := list "prefill" "decode" -}}
-{{- $role := index $v.roles $name -}}
-{{- if gt (int $role.replicas) 0 -}}
-{{- $ranks := int (dig "engine" "tensor_parallel_size" $tp $role) -}}
+{{- range $group := include "kvferry.groups" . | fromJsonArray -}}
+{{- $name := $group.name -}}
+{{- $path := $group.path -}}
+{{- $role := $group.role -}}
+{{- $ofModel := $tp -}}
+{{- $ofModelKey := "config.engine" -}}
+{{- range $index, $entry := $v.config.models -}}
+{{- if eq $entry.name $group.entry -}}
+{{- $ofModel = int (dig "engine" "tensor_parallel_size" $tp $entry) -}}
+{{- if dig "engine" "tensor_parallel_size" 0 $entry -}}{{- $ofModelKey = printf "config.models[%d].engine" $index -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $ranks := int (dig "engine" "tensor_parallel_size" $ofModel $role) -}}
 {{- if and (eq $device "gpu") (ne (int $role.gpusPerWorker) $ranks) -}}
-{{- $key := ternary "config.engine" (printf "roles.%s.engine" $name) (eq $ranks $tp) -}}
-{{- fail (printf "roles.%s.gpusPerWorker is %d and %s.tensor_parallel_size is %d: a worker has as many GPUs as its engine uses" $name (int $role.gpusPerWorker) $key $ranks) -}}
+{{- $key := ternary $ofModelKey (printf "%s.engine" $path) (eq $ranks $ofModel) -}}
+{{- fail (printf "%s.gpusPerWorker is %d and %s.tensor_parallel_size is %d: a worker has as many GPUs as its engine uses" $path (int $role.gpusPerWorker) $key $ranks) -}}
 {{- end -}}
 {{- if and (eq $device "cpu") (gt (int $role.gpusPerWorker) 0) -}}
-{{- fail (printf "roles.%s.gpusPerWorker is %d and config.engine.device is cpu: say device: gpu, or 0 GPUs" $name (int $role.gpusPerWorker)) -}}
+{{- fail (printf "%s.gpusPerWorker is %d and config.engine.device is cpu: say device: gpu, or 0 GPUs" $path (int $role.gpusPerWorker)) -}}
 {{- end -}}
-{{- $shm := include "kvferry.shmGiB" (dict "root" $ "role" $name) | float64 -}}
-{{- if $v.tier.enabled -}}
-{{- $cpu := mulf $role.workersPerPod $v.tier.cpuGiB -}}
+{{- $shm := include "kvferry.shmGiB" (dict "root" $ "group" $group) | float64 -}}
+{{- if $group.tier -}}
+{{- $cpu := mulf $role.workersPerPod $group.cpuGiB -}}
 {{- if lt $shm $cpu -}}
-{{- fail (printf "tier.shmGiB is %v and the CPU tiers of a %s pod take %v GiB (workersPerPod %v x tier.cpuGiB %v): give it at least that, or leave it empty" $shm $name $cpu $role.workersPerPod $v.tier.cpuGiB) -}}
+{{- fail (printf "tier.shmGiB is %v and the CPU tiers of a %s pod take %v GiB (workersPerPod %v x tier.cpuGiB %v): give it at least that, or leave it empty" $shm $name $cpu $role.workersPerPod $group.cpuGiB) -}}
 {{- end -}}
 {{- end -}}
 {{- $tls := $role.env.UCX_TLS | default "all" | toString | replace " " "" -}}
 {{- if not (or (hasPrefix "^" $tls) (has "tcp" (splitList "," $tls)) (has "all" (splitList "," $tls))) -}}
-{{- fail (printf "roles.%s.env.UCX_TLS is %q and has no tcp: UCX agrees on a connection over it, whatever carries the pages. Add tcp" $name $tls) -}}
+{{- fail (printf "%s.env.UCX_TLS is %q and has no tcp: UCX agrees on a connection over it, whatever carries the pages. Add tcp" $path $tls) -}}
 {{- end -}}
 {{- range $resource, $value := $role.extraResources -}}
-{{- include "kvferry.checkQuantity" (dict "value" $value "path" (printf "roles.%s.extraResources.%s" $name $resource)) -}}
+{{- include "kvferry.checkQuantity" (dict "value" $value "path" (printf "%s.extraResources.%s" $path $resource)) -}}
 {{- end -}}
 {{- if and $role.dnsPolicy (not $role.hostNetwork) -}}
-{{- fail (printf "roles.%s.dnsPolicy is for roles.%s.hostNetwork: true; other pods have the cluster's DNS" $name $name) -}}
+{{- fail (printf "%s.dnsPolicy is for %s.hostNetwork: true; other pods have the cluster's DNS" $path $path) -}}
 {{- end -}}
 {{- if and $role.hostNetwork (eq $v.ray.mode "existing") -}}
-{{- fail (printf "roles.%s.hostNetwork is true and ray.mode is existing: that Ray's pods are not this chart's" $name) -}}
+{{- fail (printf "%s.hostNetwork is true and ray.mode is existing: that Ray's pods are not this chart's" $path) -}}
 {{- end -}}
 {{- if and $role.hostNetwork $role.affinity -}}
 {{- $apart := false -}}
@@ -55,15 +71,14 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- if eq .topologyKey "kubernetes.io/hostname" -}}{{- $apart = true -}}{{- end -}}
 {{- end -}}
 {{- if not $apart -}}
-{{- fail (printf "roles.%s.hostNetwork is true and roles.%s.affinity replaces the chart's own: it needs a required podAntiAffinity with topologyKey kubernetes.io/hostname over kvferry.io/host-network: \"true\", as two pods would want the same ports of their host" $name $name) -}}
+{{- fail (printf "%s.hostNetwork is true and %s.affinity replaces the chart's own: it needs a required podAntiAffinity with topologyKey kubernetes.io/hostname over kvferry.io/host-network: \"true\", as two pods would want the same ports of their host" $path $path) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $role.hostNetwork $v.networkPolicy.enabled (not $v.networkPolicy.hostNetworkFrom) -}}
-{{- fail (printf "roles.%s.hostNetwork is true and networkPolicy.hostNetworkFrom is empty: policies know such pods by their hosts' addresses alone, so name these (ipBlock), or neither Ray's head nor etcd could be reached" $name) -}}
+{{- fail (printf "%s.hostNetwork is true and networkPolicy.hostNetworkFrom is empty: policies know such pods by their hosts' addresses alone, so name these (ipBlock), or neither Ray's head nor etcd could be reached" $path) -}}
 {{- end -}}
 {{- if le (float64 $role.memoryGiB) $shm -}}
-{{- fail (printf "roles.%s.memoryGiB is %v and /dev/shm of the pod, which counts as its memory, is %v GiB: give it more" $name $role.memoryGiB $shm) -}}
-{{- end -}}
+{{- fail (printf "%s.memoryGiB is %v and /dev/shm of the pod, which counts as its memory, is %v GiB: give it more" $path $role.memoryGiB $shm) -}}
 {{- end -}}
 {{- end -}}
 
@@ -71,17 +86,8 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- if $v.config.pools -}}
 {{- fail "config.pools names pools of workers: this chart makes pods for the default pool only, so theirs would never start. Take a Ray cluster that has pods for them, with ray.mode: existing" -}}
 {{- end -}}
-{{- if $v.config.models -}}
-{{- fail "config.models names further models: this chart makes pods for the default model only, and RayService gives all deployments one version, so that a change of one model would restart those of all. Take a Ray cluster that has pods for their workers, with ray.mode: existing" -}}
 {{- end -}}
-{{- end -}}
-{{- $mount := trimSuffix "/" $v.model.volume.mountPath -}}
-{{- range $index, $entry := $v.config.models -}}
-{{- $path := dig "model" "path" "" $entry -}}
-{{- if and (eq (dig "engine" "kind" "vllm" $v.config) "vllm") (not (hasPrefix (printf "%s/" $mount) $path)) -}}
-{{- fail (printf "config.models[%d].model.path is %q: gateways read the tokenizer of each model below model.volume.mountPath, %s" $index $path $mount) -}}
-{{- end -}}
-{{- end -}}
+{{- include "kvferry.checkModels" . -}}
 
 {{- if and $v.tier.enabled (not $v.tier.volumes) (not $v.tier.cpuOnly) -}}
 {{- fail "tier.enabled is true and tier.volumes is empty: name a volume, or say tier.cpuOnly: true for the CPU tier alone" -}}
@@ -112,6 +118,9 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- $hasModelVolume := or $v.model.volume.claimName $v.model.volume.hostPath -}}
 {{- if $v.model.weights.enabled -}}
+{{- if not $servesDefault -}}
+{{- fail "model.weights.enabled is true and there is no default model (roles.prefill.replicas and roles.decode.replicas are 0): the volume is filled with config.model.path. Take model.volume" -}}
+{{- end -}}
 {{- if not (include "kvferry.isHubId" .) -}}
 {{- fail (printf "model.weights.enabled is true and config.model.path is %q: the volume is filled with a model of the hub, owner/name, for the engine vllm" $v.config.model.path) -}}
 {{- end -}}
@@ -138,10 +147,10 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- if and $hasModelVolume (not (hasPrefix (printf "%s/" (trimSuffix "/" $v.model.volume.mountPath)) (printf "%s/" (trimSuffix "/" $v.config.model.path)))) -}}
+{{- if and $servesDefault $hasModelVolume (not (hasPrefix (printf "%s/" (trimSuffix "/" $v.model.volume.mountPath)) (printf "%s/" (trimSuffix "/" $v.config.model.path)))) -}}
 {{- fail (printf "config.model.path is %q and model.volume is mounted at %q: the model's folder lies below it" $v.config.model.path $v.model.volume.mountPath) -}}
 {{- end -}}
-{{- if and (hasPrefix "/" $v.config.model.path) (not $hasModelVolume) (ne (dig "engine" "kind" "vllm" $v.config) "sim") -}}
+{{- if and $servesDefault (hasPrefix "/" $v.config.model.path) (not $hasModelVolume) (ne (dig "engine" "kind" "vllm" $v.config) "sim") -}}
 {{- fail (printf "config.model.path is the folder %q: model.volume must say with claimName or hostPath where it comes from" $v.config.model.path) -}}
 {{- end -}}
 {{- if and (not $v.model.weights.enabled) $v.model.weights.also -}}
@@ -171,6 +180,10 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- range $resource, $value := (index $v.model.download.resources $kind | default dict) -}}
 {{- include "kvferry.checkQuantity" (dict "value" $value "path" (printf "model.download.resources.%s.%s" $kind $resource)) -}}
 {{- end -}}
+{{- end -}}
+{{- $needed := include "kvferry.gatewayNeedsMiB" . -}}
+{{- if and $needed (dig "gateway" "images" dict $v.config) -}}
+{{- fail (printf "gateway.resources.limits.memory is %s and config.gateway.images is set: a gateway may take %s MiB with its limits (docs/operations.md, Sizing). Give it more, or lower these" $v.gateway.resources.limits.memory $needed) -}}
 {{- end -}}
 {{- if and $v.gateway.autoscaling.enabled (ne $v.gateway.mode "deployment") -}}
 {{- fail "gateway.autoscaling.enabled needs gateway.mode: deployment: Kubernetes cannot scale Serve replicas" -}}
@@ -285,7 +298,9 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- fail "monitoring cannot ask gateways that require client certificates" -}}
 {{- end -}}
 
-{{- range $path, $section := dict "roles.prefill" $v.roles.prefill "roles.decode" $v.roles.decode "gateway" $v.gateway "ray.head" $v.ray.head "rollout" $v.rollout "etcd" $v.etcd -}}
+{{- $sections := dict "roles.prefill" $v.roles.prefill "roles.decode" $v.roles.decode -}}
+{{- range include "kvferry.groups" . | fromJsonArray -}}{{- $_ := set $sections .path .role -}}{{- end -}}
+{{- range $path, $section := merge $sections (dict "gateway" $v.gateway "ray.head" $v.ray.head "rollout" $v.rollout "etcd" $v.etcd) -}}
 {{- include "kvferry.checkNames" (dict "path" (printf "%s.extraVolumes" $path) "items" $section.extraVolumes "own" (include "kvferry.ownVolumes" $ | fromJsonArray)) -}}
 {{- include "kvferry.checkNames" (dict "path" (printf "%s.extraContainers and extraInitContainers" $path) "items" (concat $section.extraInitContainers $section.extraContainers) "own" (include "kvferry.ownContainers" $ | fromJsonArray)) -}}
 {{- include "kvferry.checkNames" (dict "path" (printf "%s.env and extraEnv" $path) "items" $section.extraEnv "own" (keys ($section.env | default dict))) -}}
@@ -299,6 +314,95 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- $mounted = append $mounted $at -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What holds for entries of config.models, and for their pods in roles.models. */}}
+{{- define "kvferry.checkModels" -}}
+{{- $v := .Values -}}
+{{- $isVllm := eq (dig "engine" "kind" "vllm" $v.config) "vllm" -}}
+{{- $isOwnRay := eq $v.ray.mode "rayservice" -}}
+{{- $servesDefault := include "kvferry.servesDefault" . -}}
+{{- $hasVolume := or $v.model.volume.claimName $v.model.volume.hostPath -}}
+{{- $mount := trimSuffix "/" $v.model.volume.mountPath -}}
+{{- $known := list -}}
+{{- $asked := dict -}}
+{{- $shares := dict -}}
+{{- if $servesDefault -}}
+{{- $_ := set $asked (dig "model" "served_name" "" $v.config | default (base $v.config.model.path)) "config.model" -}}
+{{- range dig "model" "aliases" list $v.config -}}{{- $_ := set $asked . "config.model.aliases" -}}{{- end -}}
+{{- $_ := set $shares "config.model" (dig "model" "canary" dict $v.config) -}}
+{{- end -}}
+{{- include "kvferry.checkTemplate" (dict "path" "config.model" "model" $v.config.model) -}}
+{{- $num := add (len ($v.config.models | default list)) (len ($v.config.pools | default dict)) -}}
+{{- if gt $num 16 -}}
+{{- fail (printf "config.models and config.pools have %d entries in all: 16 is the limit" $num) -}}
+{{- end -}}
+{{- range $index, $entry := $v.config.models -}}
+{{- $here := printf "config.models[%d]" $index -}}
+{{- if or (not (regexMatch "^[a-z0-9]([-a-z0-9]{0,29}[a-z0-9])?$" $entry.name)) (has $entry.name (list "default" "other")) -}}
+{{- fail (printf "%s.name is %q: groups of pods are called after it, so small letters, digits and dashes within, at most 31, and not default or other" $here $entry.name) -}}
+{{- end -}}
+{{- if has $entry.name $known -}}
+{{- fail (printf "%s.name is %q, the name of an entry before it" $here $entry.name) -}}
+{{- end -}}
+{{- $known = append $known $entry.name -}}
+{{- range prepend (dig "model" "aliases" list $entry) (dig "model" "served_name" "" $entry | default $entry.name) -}}
+{{- if hasKey $asked . -}}
+{{- fail (printf "%s.model would be asked for as %q, as is %s: each name leads to one model (served_name, aliases)" $here . (get $asked .)) -}}
+{{- end -}}
+{{- $_ := set $asked . $here -}}
+{{- end -}}
+{{- $_ := set $shares (printf "%s.model" $here) (dig "model" "canary" dict $entry) -}}
+{{- $path := dig "model" "path" "" $entry -}}
+{{- if and $isVllm $v.model.weights.enabled (not (include "kvferry.weightsAt" (dict "root" $ "folder" $path))) -}}
+{{- fail (printf "%s.model.path is %q: with model.weights it is the folder of a model that the volume is filled with, %s, of model.weights.also" $here $path (include "kvferry.weightsFolder" (dict "root" $ "path" "OWNER/NAME" "revision" "REVISION"))) -}}
+{{- end -}}
+{{- if and $isVllm (not $v.model.weights.enabled) (not (hasPrefix (printf "%s/" $mount) $path)) -}}
+{{- fail (printf "%s.model.path is %q: gateways and workers read each model below model.volume.mountPath, %s" $here $path $mount) -}}
+{{- end -}}
+{{- if and $isVllm (not $v.model.weights.enabled) (not $hasVolume) -}}
+{{- fail (printf "%s.model.path is the folder %q: model.volume must say with claimName or hostPath where it comes from" $here $path) -}}
+{{- end -}}
+{{- include "kvferry.checkTemplate" (dict "path" (printf "%s.model" $here) "model" ($entry.model | default dict)) -}}
+{{- range $kind := list "prefill" "decode" -}}
+{{- if and $isOwnRay (hasKey $entry $kind) -}}
+{{- fail (printf "%s.%s is for ray.mode: existing; of the pods that this chart makes say it in roles.models.%s.%s" $here $kind $entry.name $kind) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $isOwnRay (eq (int (include "kvferry.role" (dict "root" $ "kind" "decode" "entry" $entry.name) | fromJson).replicas) 0) -}}
+{{- fail (printf "roles.models.%s.decode.replicas is 0: decode workers answer, so a model needs one. Or remove its entry from config.models" $entry.name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $path, $canary := $shares -}}
+{{- range $name, $_ := $canary -}}
+{{- if not (or (has $name $known) (and $servesDefault (eq $name "default"))) -}}
+{{- fail (printf "%s.canary names %q, which is no entry of config.models" $path $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $_ := $v.roles.models -}}
+{{- if not $isOwnRay -}}
+{{- fail (printf "roles.models.%s is for ray.mode: rayservice: the pods of a Ray that is there are not this chart's. Counts stand in config.models" $name) -}}
+{{- end -}}
+{{- if not (has $name $known) -}}
+{{- fail (printf "roles.models.%s: there is no such entry of config.models (%s)" $name ($known | join ", " | default "none")) -}}
+{{- end -}}
+{{- end -}}
+{{- $sharing := ternary (list "default") list (ne $servesDefault "") -}}
+{{- range $v.config.models -}}
+{{- if not (eq (dig "tier" "enabled" true .) false) -}}{{- $sharing = append $sharing .name -}}{{- end -}}
+{{- end -}}
+{{- if and $isVllm $v.tier.volumes (gt (len $sharing) 1) (not (dig "tier" "blocks_per_chunk" 0 $v.config)) -}}
+{{- fail (printf "config.tier.blocks_per_chunk must be set where models share tier.volumes (%s): gateways know one size of chunks per volume. Or say tier: {enabled: false} in entries" (join ", " $sharing)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Fails for a chat template that pods would look for in their working folder: {path, model}. */}}
+{{- define "kvferry.checkTemplate" -}}
+{{- $file := .model.chat_template | default "" | toString -}}
+{{- if and $file (not (hasPrefix "/" $file)) -}}
+{{- fail (printf "%s.chat_template is %q: name an absolute path, below a volume that gateways mount (model.volume, gateway.extraVolumes)" .path $file) -}}
 {{- end -}}
 {{- end -}}
 

@@ -17,6 +17,9 @@ holds no counts but 0 and 1, so that changing them restarts nobody. As YAML.
 {{- if $role.engine -}}{{- $_ := set $section "engine" $role.engine -}}{{- end -}}
 {{- $_ := set $config $name $section -}}
 {{- end -}}
+{{- if $config.models -}}
+{{- $_ := set $config "models" (include "kvferry.entries" (dict "root" . "max" 1) | fromJsonArray) -}}
+{{- end -}}
 
 {{- $engine := merge (dict "side_channel_host" "auto") (default dict $config.engine) -}}
 {{- $_ := set $config "engine" $engine -}}
@@ -68,13 +71,73 @@ holds no counts but 0 and 1, so that changing them restarts nobody. As YAML.
 {{- toYaml $config -}}
 {{- end -}}
 
-{{/* For `serve deploy`, and as a RayService's serveConfigV2. Counts stand beside the arguments: Serve changes them in place. */}}
+{{/*
+Entries of config.models as kvferry reads them, with counts up to `max` and the place of their workers: {root, max}. A
+Ray that is there gets them as they are. As JSON.
+*/}}
+{{- define "kvferry.entries" -}}
+{{- $root := .root -}}
+{{- $max := .max -}}
+{{- $entries := list -}}
+{{- range $each := $root.Values.config.models -}}
+{{- $entry := deepCopy $each -}}
+{{- if eq $root.Values.ray.mode "rayservice" -}}
+{{- range $kind := list "prefill" "decode" -}}
+{{- $role := include "kvferry.role" (dict "root" $root "kind" $kind "entry" $entry.name) | fromJson -}}
+{{- $section := dict "replicas" (min $max (int $role.replicas)) "num_cpus" $role.cpusPerWorker "num_gpus" $role.gpusPerWorker "resources" (dict (printf "kvferry_%s-%s" $kind $entry.name) 1) -}}
+{{- if $role.engine -}}{{- $_ := set $section "engine" $role.engine -}}{{- end -}}
+{{- $_ := set $entry $kind $section -}}
+{{- end -}}
+{{- end -}}
+{{- $entries = append $entries $entry -}}
+{{- end -}}
+{{- toJson $entries -}}
+{{- end -}}
+
+{{/*
+The configuration of one model's workers, without what is of others: {root, entry: its name, or empty}. As YAML. Names
+that gateways follow are no part of it, so that changing them restarts nobody.
+*/}}
+{{- define "kvferry.modelConfig" -}}
+{{- $config := include "kvferry.config" .root | fromYaml -}}
+{{- $model := $config.model -}}
+{{- if .entry -}}
+{{- $config = omit $config "model" "adapters" -}}
+{{- range $role := list "prefill" "decode" -}}{{- $_ := set $config $role (dict "replicas" 0) -}}{{- end -}}
+{{- range $entry := $config.models -}}
+{{- if eq $entry.name $.entry -}}
+{{- $_ := set $entry "model" (omit ($entry.model | default dict) "aliases" "canary") -}}
+{{- $_ := set $config "models" (list $entry) -}}
+{{- end -}}
+{{- end -}}
+{{- else -}}
+{{- $config = omit $config "models" -}}
+{{- $_ := set $config "model" (omit $model "aliases" "canary") -}}
+{{- end -}}
+{{- toYaml $config -}}
+{{- end -}}
+
+{{/* What Serve's gateways follow while they serve (kvferry.app, `_models`). As YAML. */}}
+{{- define "kvferry.followed" -}}
+{{- $v := .Values -}}
+{{- $followed := dict "prefill" (int $v.roles.prefill.replicas) "decode" (int $v.roles.decode.replicas) -}}
+{{- with pick $v.config.model "aliases" "canary" -}}{{- $_ := set $followed "model" . -}}{{- end -}}
+{{- if $v.config.models -}}
+{{- $_ := set $followed "models" (include "kvferry.entries" (dict "root" $ "max" 1000000) | fromJsonArray) -}}
+{{- end -}}
+{{- toYaml $followed -}}
+{{- end -}}
+
+{{/* For `serve deploy`, and as a RayService's serveConfigV2. Counts stand beside the arguments: Serve changes them
+in place. Serve's version of an application is a digest of its arguments (ray.serve, get_app_code_version), so each
+model of config.models is an application of its own. */}}
 {{- define "kvferry.serveConfig" -}}
 {{- $v := .Values -}}
 proxy_location: Disabled
 http_options:
   host: 127.0.0.1
 applications:
+  {{- if or (include "kvferry.servesDefault" .) (eq $v.gateway.mode "serve") }}
   - name: kvferry
     import_path: kvferry.app:application
     route_prefix: null
@@ -84,17 +147,41 @@ applications:
       hub_model: {name: {{ $v.config.model.path | quote }}, revision: {{ include "kvferry.modelRevision" . | quote }}}
       {{- end }}
       config:
-        {{- include "kvferry.config" . | nindent 8 }}
+        {{- include "kvferry.modelConfig" (dict "root" . "entry" "") | nindent 8 }}
     deployments:
       {{- if gt (int $v.roles.prefill.replicas) 0 }}
       - name: PrefillWorker
         num_replicas: {{ int $v.roles.prefill.replicas }}
       {{- end }}
+      {{- if gt (int $v.roles.decode.replicas) 0 }}
       - name: DecodeWorker
         num_replicas: {{ int $v.roles.decode.replicas }}
+      {{- end }}
       {{- if eq $v.gateway.mode "serve" }}
       - name: Gateway
         num_replicas: {{ int $v.gateway.replicas }}
-        user_config: {prefill: {{ int $v.roles.prefill.replicas }}, decode: {{ int $v.roles.decode.replicas }}}
+        user_config:
+          {{- include "kvferry.followed" . | nindent 10 }}
       {{- end }}
+  {{- end }}
+  {{- range $entry := $v.config.models }}
+  - name: kvferry-model-{{ $entry.name }}
+    import_path: kvferry.app:application
+    route_prefix: null
+    args:
+      entry: {{ $entry.name | quote }}
+      {{- with include "kvferry.entryWeights" (dict "root" $ "entry" $entry.name) }}
+      {{- $model := fromJson . }}
+      hub_model: {name: {{ $model.path | quote }}, revision: {{ $model.revision | quote }}}
+      {{- end }}
+      config:
+        {{- include "kvferry.modelConfig" (dict "root" $ "entry" $entry.name) | nindent 8 }}
+    deployments:
+      {{- range include "kvferry.groups" $ | fromJsonArray }}
+      {{- if eq .entry $entry.name }}
+      - name: {{ title .kind }}Worker-{{ .entry }}
+        num_replicas: {{ int .role.replicas }}
+      {{- end }}
+      {{- end }}
+  {{- end }}
 {{- end -}}

@@ -85,9 +85,25 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 
-{{- define "kvferry.isHubId" -}}
-{{- if and (not (hasPrefix "/" .Values.config.model.path)) (eq (dig "engine" "kind" "vllm" .Values.config) "vllm") -}}
+{{/* Whether the default model has workers; without, all models are entries of config.models. */}}
+{{- define "kvferry.servesDefault" -}}
+{{- if gt (add (int .Values.roles.prefill.replicas) (int .Values.roles.decode.replicas)) 0 -}}
 true
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.isHubId" -}}
+{{- if and (include "kvferry.servesDefault" .) (not (hasPrefix "/" .Values.config.model.path)) (eq (dig "engine" "kind" "vllm" .Values.config) "vllm") -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* A name that clients may ask for. */}}
+{{- define "kvferry.anyName" -}}
+{{- if include "kvferry.servesDefault" . -}}
+{{- dig "model" "served_name" "" .Values.config | default (base .Values.config.model.path) -}}
+{{- else -}}
+{{- with first .Values.config.models }}{{ dig "model" "served_name" "" . | default .name }}{{ end -}}
 {{- end -}}
 {{- end -}}
 
@@ -102,20 +118,80 @@ true
 {{- end -}}
 {{- end -}}
 
-{{/* Pods of a role: {root, role}. */}}
+{{/*
+A role of the default model, or of an entry of config.models, whose keys replace those of the default one's; counts and
+settings of engines are its own: {root, kind, entry: its name, or empty}. As JSON.
+*/}}
+{{- define "kvferry.role" -}}
+{{- $role := deepCopy (index .root.Values.roles .kind) -}}
+{{- if .entry -}}
+{{- $_ := set $role "replicas" (ternary 0 1 (and .root.Values.aggregated (eq .kind "prefill"))) -}}
+{{- $_ := set $role "engine" dict -}}
+{{- range $key, $value := dig .entry .kind dict .root.Values.roles.models -}}
+{{- $_ := set $role $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $role -}}
+{{- end -}}
+
+{{/*
+The groups of workers of this release's Ray, a JSON list: {name, kind: prefill or decode, entry: of config.models, or
+empty, path: of its values, role: those, tier and cpuGiB: of its engines}.
+*/}}
+{{- define "kvferry.groups" -}}
+{{- $root := . -}}
+{{- $models := list (dict "name" "") -}}
+{{- if eq .Values.ray.mode "rayservice" -}}{{- $models = concat $models (.Values.config.models | default list) -}}{{- end -}}
+{{- $groups := list -}}
+{{- range $model := $models -}}
+{{- range $kind := list "prefill" "decode" -}}
+{{- $role := include "kvferry.role" (dict "root" $root "kind" $kind "entry" $model.name) | fromJson -}}
+{{- if gt (int $role.replicas) 0 -}}
+{{- $name := ternary (printf "%s-%s" $kind $model.name) $kind (ne $model.name "") -}}
+{{- $path := ternary (printf "roles.models.%s.%s" $model.name $kind) (printf "roles.%s" $kind) (ne $model.name "") -}}
+{{- $tier := dig "tier" dict $model -}}
+{{- $enabled := ternary $tier.enabled $root.Values.tier.enabled (kindIs "bool" $tier.enabled) -}}
+{{- $groups = append $groups (dict "name" $name "kind" $kind "entry" $model.name "path" $path "role" $role "tier" $enabled "cpuGiB" ($tier.cpu_gib | default $root.Values.tier.cpuGiB)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $groups -}}
+{{- end -}}
+
+{{/*
+Mebibytes that a gateway of vLLM's models may take, of docs/operations.md (Sizing); images count where config.gateway.images
+is set. Empty: any, or the limit of its pods is enough.
+*/}}
+{{- define "kvferry.gatewayNeedsMiB" -}}
+{{- $gateway := .Values.config.gateway | default dict -}}
+{{- $images := $gateway.images | default dict -}}
+{{- $grammars := mul ($gateway.grammar_processes | default 2) ($gateway.grammar_memory_mib | default 512) -}}
+{{- $bodies := div (mul 2 ($gateway.max_pending_body_bytes | default 268435456)) 1048576 -}}
+{{- $tokens := div (mul 4 ($gateway.max_prompt_tokens | default 16777216)) 1048576 -}}
+{{- $num := add (ternary 1 0 (ne (include "kvferry.servesDefault" .) "")) (len (.Values.config.models | default list)) -}}
+{{- $needed := add 811 $bodies $tokens (mul $num (add 620 $grammars)) -}}
+{{- if and $images (ne (int (dig "max_per_request" 8 $images)) 0) (include "kvferry.servesDefault" .) -}}
+{{- $needed = add $needed 811 (mul ($images.processes | default 2) ($images.memory_mib | default 1024)) ($images.max_pending_mib | default 512) (int (dig "cache_mib" 128 $images)) -}}
+{{- end -}}
+{{- $limit := include "kvferry.mebibytes" (dig "limits" "memory" "" .Values.gateway.resources) | int64 -}}
+{{- if and (eq (dig "engine" "kind" "vllm" .Values.config) "vllm") (gt $limit 0) (lt $limit (int64 $needed)) -}}
+{{ $needed }}
+{{- end -}}
+{{- end -}}
+
+{{/* Pods of a group. */}}
 {{- define "kvferry.numPods" -}}
-{{- $role := index .root.Values.roles .role -}}
+{{- $role := .role -}}
 {{- div (sub (add (int $role.replicas) (int $role.workersPerPod)) 1) (int $role.workersPerPod) -}}
 {{- end -}}
 
-{{/* /dev/shm of a worker pod, in GiB: {root, role}. */}}
+{{/* /dev/shm of a worker pod, in GiB: {root, group}. */}}
 {{- define "kvferry.shmGiB" -}}
-{{- $role := index .root.Values.roles .role -}}
 {{- $tier := .root.Values.tier -}}
 {{- if $tier.shmGiB -}}
 {{- $tier.shmGiB -}}
-{{- else if $tier.enabled -}}
-{{- add1 (ceil (mulf $role.workersPerPod $tier.cpuGiB)) -}}
+{{- else if .group.tier -}}
+{{- add1 (ceil (mulf .group.role.workersPerPod .group.cpuGiB)) -}}
 {{- else -}}
 1
 {{- end -}}
@@ -125,10 +201,9 @@ true
 {{- range .Values.tier.volumes }}{{ if .hostPath }}true{{ end }}{{ end -}}
 {{- end -}}
 
-{{/* Whether pods of a role run on their hosts' network. */}}
+{{/* Whether worker pods run on their hosts' network. */}}
 {{- define "kvferry.hasHostNetwork" -}}
-{{- range $name := list "prefill" "decode" -}}
-{{- $role := index $.Values.roles $name -}}
-{{- if and $role.hostNetwork (gt (int $role.replicas) 0) (eq $.Values.ray.mode "rayservice") -}}true{{- end -}}
+{{- range include "kvferry.groups" . | fromJsonArray -}}
+{{- if and .role.hostNetwork (eq $.Values.ray.mode "rayservice") -}}true{{- end -}}
 {{- end -}}
 {{- end -}}

@@ -229,14 +229,19 @@ httpGet: {path: {{ .path }}, port: http, scheme: {{ ternary "HTTPS" "HTTP" (not 
 {{- end -}}
 
 {{/*
-Downloads a model of the hub, or finds it there: {root, weights}. Gateways need no weights (OTHER_WEIGHT_SUFFIXES and
+Downloads a model of the hub, or finds it there: {root, weights, entry: of config.models, or empty}. Gateways need no weights (OTHER_WEIGHT_SUFFIXES and
 WEIGHT_SUFFIXES of kvferry/model_folder.py).
 */}}
 {{- define "kvferry.modelInit" -}}
 {{- $weights := .weights -}}
+{{- $entry := .entry -}}
 {{- with .root -}}
-{{- if .Values.model.weights.enabled }}
-{{- include "kvferry.weightsInit" . }}
+{{- if $entry }}
+{{- with include "kvferry.entryWeights" (dict "root" . "entry" $entry) }}
+{{- include "kvferry.weightsInit" (merge (dict "root" $.root) (fromJson .)) }}
+{{- end }}
+{{- else if .Values.model.weights.enabled }}
+{{- include "kvferry.weightsInit" (dict "root" . "path" .Values.config.model.path "revision" (include "kvferry.modelRevision" .)) }}
 {{- else if include "kvferry.isHubId" . }}
 {{- $revision := dig "model" "revision" "" .Values.config -}}
 {{- $command := list "hf" "download" .Values.config.model.path "--local-dir" (include "kvferry.modelFolder" .) -}}
@@ -270,7 +275,7 @@ WEIGHT_SUFFIXES of kvferry/model_folder.py).
 {{- define "kvferry.gatewayInit" -}}
 {{- if or (include "kvferry.isHubId" .) .Values.gateway.extraInitContainers }}
 initContainers:
-  {{- include "kvferry.modelInit" (dict "root" . "weights" false) | nindent 2 }}
+  {{- include "kvferry.modelInit" (dict "root" . "weights" false "entry" "") | nindent 2 }}
   {{- include "kvferry.extraContainers" .Values.gateway.extraInitContainers | nindent 2 }}
 {{- end }}
 {{- end -}}

@@ -68,18 +68,18 @@ kvferry.io/restarted-at: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
-{{/* One worker group: {root, role}. */}}
+{{/* One worker group: {root, group}. */}}
 {{- define "kvferry.workerGroup" -}}
 {{- $root := .root -}}
-{{- $name := .role -}}
-{{- $role := index $root.Values.roles $name -}}
+{{- $name := .group.name -}}
+{{- $role := .group.role -}}
 {{- $gpus := mul (int $role.gpusPerWorker) (int $role.workersPerPod) -}}
 {{- $cpus := mulf $role.cpusPerWorker $role.workersPerPod -}}
-{{- $numPods := include "kvferry.numPods" . | int -}}
+{{- $numPods := include "kvferry.numPods" .group | int -}}
 {{- $spec := include "kvferry.workerPodSpec" . -}}
 - groupName: {{ $name }}
   {{- include "kvferry.groupCounts" (dict "numPods" $numPods) | nindent 2 }}
-  # A worker takes one, so Serve puts this role's workers here and nowhere else.
+  # A worker takes one, so Serve puts this group's workers here and nowhere else.
   resources: {kvferry_{{ $name }}: "{{ int $role.workersPerPod }}", CPU: "{{ $cpus }}"{{ if $gpus }}, GPU: "{{ $gpus }}"{{ end }}}
   rayStartParams:
     object-store-memory: "134217728"
@@ -99,11 +99,13 @@ kvferry.io/restarted-at: {{ . | quote }}
       {{- $spec | nindent 6 }}
 {{- end -}}
 
-{{/* Pods of a worker group: {root, role}. */}}
+{{/* Pods of a worker group: {root, group}. */}}
 {{- define "kvferry.workerPodSpec" -}}
 {{- $root := .root -}}
-{{- $name := .role -}}
-{{- $role := index $root.Values.roles $name -}}
+{{- $name := .group.name -}}
+{{- $role := .group.role -}}
+{{- $volumes := ternary $root.Values.tier.volumes list .group.tier -}}
+{{- $modelInit := include "kvferry.modelInit" (dict "root" $root "weights" true "entry" .group.entry) -}}
 {{- $gpus := mul (int $role.gpusPerWorker) (int $role.workersPerPod) -}}
 {{- $cpus := mulf $role.cpusPerWorker $role.workersPerPod -}}
 # A worker that goes finishes its requests first.
@@ -121,12 +123,12 @@ dnsPolicy: {{ . }}
 {{- include "kvferry.podExtras" (dict "root" $root "section" $role "component" $name) }}
 securityContext:
   {{- include "kvferry.podSecurity" $root | nindent 2 }}
-{{- if or $role.rdma (include "kvferry.isHubId" $root) $role.extraInitContainers }}
+{{- if or $role.rdma $modelInit $role.extraInitContainers }}
 initContainers:
   {{- if $role.rdma }}
   {{- include "kvferry.memlockInit" $root | nindent 2 }}
   {{- end }}
-  {{- include "kvferry.modelInit" (dict "root" $root "weights" true) | nindent 2 }}
+  {{- $modelInit | nindent 2 }}
   {{- include "kvferry.extraContainers" $role.extraInitContainers | nindent 2 }}
 {{- end }}
 containers:
@@ -177,10 +179,10 @@ containers:
       {{- include "kvferry.scratchMounts" $root | nindent 6 }}
       {{- include "kvferry.memberMounts" $root | nindent 6 }}
       - {name: shm, mountPath: /dev/shm}
-      {{- range $root.Values.tier.volumes }}
+      {{- range $volumes }}
       - {name: volume-{{ .name }}, mountPath: /var/lib/kvferry/volumes/{{ .name }}}
       {{- end }}
-      {{- if $root.Values.tier.encryptionKeysSecret }}
+      {{- if and $volumes $root.Values.tier.encryptionKeysSecret }}
       - {name: tier-keys, mountPath: /etc/kvferry/tier, readOnly: true}
       {{- end }}
       {{- include "kvferry.extraList" $role.extraVolumeMounts | nindent 6 }}
@@ -190,10 +192,10 @@ volumes:
   {{- include "kvferry.memberVolumes" $root | nindent 2 }}
   - name: shm
     emptyDir: {medium: Memory, sizeLimit: {{ include "kvferry.gib" (include "kvferry.shmGiB" . | float64) }}}
-  {{- range $root.Values.tier.volumes }}
+  {{- range $volumes }}
   - name: volume-{{ .name }}
     {{- if .hostPath }}
-    # Of this role alone: a volume has one keeper, and pods of both roles may share a node.
+    # Of this group alone: a volume has one keeper, and pods of several groups may share a node.
     hostPath: {path: {{ printf "%s/%s" (trimSuffix "/" .hostPath) $name }}, type: Directory}
     {{- else if .claimName }}
     persistentVolumeClaim: {claimName: {{ .claimName }}}
@@ -207,9 +209,9 @@ volumes:
           resources: {requests: {storage: {{ include "kvferry.gib" (ceil (mulf .capacityGiB 1.05)) }}}}
     {{- end }}
   {{- end }}
-  {{- with $root.Values.tier.encryptionKeysSecret }}
+  {{- if and $volumes $root.Values.tier.encryptionKeysSecret }}
   - name: tier-keys
-    secret: {secretName: {{ . }}, defaultMode: 0440}
+    secret: {secretName: {{ $root.Values.tier.encryptionKeysSecret }}, defaultMode: 0440}
   {{- end }}
   {{- include "kvferry.extraList" $role.extraVolumes | nindent 2 }}
 {{- with $role.nodeSelector }}
@@ -236,7 +238,7 @@ affinity:
             kvferry.io/host-network: "true"
       {{- end }}
       {{- if include "kvferry.hasHostPath" $root }}
-      # Two pods of a role on one node would want the same volumes, and each volume has one keeper.
+      # Two pods of a group on one node would want the same volumes, and each volume has one keeper.
       - topologyKey: kubernetes.io/hostname
         labelSelector:
           matchLabels:
@@ -384,6 +386,7 @@ template:
 {{/* The Ray cluster of this release. */}}
 {{- define "kvferry.rayCluster" -}}
 {{- $headSpec := include "kvferry.headPodSpec" . -}}
+{{- $groups := include "kvferry.groups" . | fromJsonArray -}}
 rayVersion: {{ .Values.ray.version | quote }}
 {{- if .Values.ray.tokenAuth }}
 authOptions: {mode: token}
@@ -415,13 +418,14 @@ headGroupSpec:
         {{- include "kvferry.extraList" .Values.ray.head.podLabels | nindent 8 }}
       annotations:
         {{- include "kvferry.podAnnotations" (dict "root" . "spec" $headSpec "section" .Values.ray.head "more" .Values.ray.redis) | nindent 8 }}
+        # Where groups are only added at the end, KubeRay takes the RayService's counts to the RayCluster by itself, and
+        # ends whichever pods are too many; not where anything else differs.
+        kvferry.io/groups: {{ range $groups }}{{ .name }}.{{ end }}{{ .Values.gateway.mode }}
     spec:
       {{- $headSpec | nindent 6 }}
 workerGroupSpecs:
-  {{- range $role := list "prefill" "decode" }}
-  {{- if gt (int (index $.Values.roles $role).replicas) 0 }}
-  {{- include "kvferry.workerGroup" (dict "root" $ "role" $role) | nindent 2 }}
-  {{- end }}
+  {{- range $group := $groups }}
+  {{- include "kvferry.workerGroup" (dict "root" $ "group" $group) | nindent 2 }}
   {{- end }}
   {{- if eq .Values.gateway.mode "serve" }}
   {{- include "kvferry.gatewayGroup" . | nindent 2 }}

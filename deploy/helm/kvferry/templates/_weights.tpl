@@ -30,12 +30,36 @@
 {{- end }}
 {{- end -}}
 
-{{/* Waits until the volume holds the model. */}}
+{{/* The model of the weights' volume that an entry of config.models has: {root, entry: its name}. As JSON; empty: none. */}}
+{{- define "kvferry.entryWeights" -}}
+{{- $root := .root -}}
+{{- $name := .entry -}}
+{{- range $entry := .root.Values.config.models -}}
+{{- if eq $entry.name $name -}}
+{{- with include "kvferry.weightsAt" (dict "root" $root "folder" (dig "model" "path" "" $entry)) }}{{ . }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The model that a folder of the weights' volume holds: {root, folder}. As JSON; empty: none. */}}
+{{- define "kvferry.weightsAt" -}}
+{{- $root := .root -}}
+{{- $folder := trimSuffix "/" .folder -}}
+{{- if $root.Values.model.weights.enabled -}}
+{{- range $model := prepend $root.Values.model.weights.also (dict "path" $root.Values.config.model.path "revision" (include "kvferry.modelRevision" $root)) -}}
+{{- if eq $folder (include "kvferry.weightsFolder" (merge (dict "root" $root) $model)) -}}{{- toJson $model -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Waits until the volume holds a model: {root, path, revision}. */}}
 {{- define "kvferry.weightsInit" -}}
+{{- $model := . -}}
+{{- with .root -}}
 - name: weights
   image: {{ include "kvferry.image" . }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
-  command: {{ include "kvferry.weightsCommand" (dict "root" . "command" "wait" "path" .Values.config.model.path "revision" (include "kvferry.modelRevision" .)) }}
+  command: {{ include "kvferry.weightsCommand" (merge (dict "command" "wait") $model) }}
   env:
     - {name: HOME, value: /tmp}
   resources:
@@ -46,6 +70,7 @@
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
     - {name: model, mountPath: {{ .Values.model.weights.mountPath | quote }}, readOnly: true}
+{{- end -}}
 {{- end -}}
 
 {{/* Template of the pod that fills the volume with one model: {root, path, revision}. */}}
