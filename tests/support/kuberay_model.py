@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import http.server
 import itertools
 import json
@@ -37,6 +38,7 @@ class ModelPod:
     template: Document
     address: str
     age: int = 0
+    idle: int = 0  # turns without a registered worker
     ending: int | None = None  # turns left
     has_redis: bool = False
     can_start: bool = True
@@ -120,6 +122,8 @@ class Model:
             if self.cluster is not None:
                 self._reconcile_cluster(self.cluster)
             self._serve()
+            for pod in self.pods:
+                pod.idle = 0 if self.holds(pod) else pod.idle + 1
 
     def registered(self, group: str) -> int:
         return sum(worker.group == group and not worker.loading for worker in self.workers)
@@ -130,7 +134,7 @@ class Model:
 
     def counts(self, group: str) -> int:
         """Workers that Serve is to have."""
-        return worker_counts(self.submitted).get(group, 0)
+        return _counts(self.submitted).get(group, 0)
 
     def addresses(self) -> Iterator[tuple[str, str]]:
         for worker in self.workers:
@@ -240,7 +244,7 @@ class Model:
         self.workers = [worker for worker in self.workers if worker.pod in self.pods and worker.pod.ending is None]
         for worker in self.workers:
             worker.loading = max(0, worker.loading - 1)
-        counts, versions = worker_counts(self.submitted), self._versions()
+        counts, versions = _counts(self.submitted), _versions(self.submitted)
         for group in sorted({*counts, *(worker.group for worker in self.workers)} - {"gateway"}):
             there = [worker for worker in self.workers if worker.group == group]
             excess = len(there) - counts.get(group, 0)
@@ -248,12 +252,13 @@ class Model:
             if excess > 0 and self.submitted:
                 # One a turn.
                 self.workers.remove(self.random.choice(there))
-            elif old and group in counts and not any(worker.loading for worker in there):
+            elif old and group in counts and excess == 0 and not any(worker.loading for worker in there):
                 self.workers.remove(old[0])
                 excess -= 1
             for pod in self.random.sample(self.pods, len(self.pods)):
                 places = self._places(group) - sum(worker.pod is pod for worker in self.workers)
-                while pod.group == group and pod.is_ready and places > 0 and excess < 0:
+                fits = _num_gpus(pod.template) >= _needs(self.submitted).get(group, 0)
+                while pod.group == group and pod.is_ready and fits and places > 0 and excess < 0:
                     self.workers.append(Worker(group, pod, versions[group]))
                     places, excess = places - 1, excess + 1
 
@@ -264,21 +269,13 @@ class Model:
                 return int(group["resources"][f"kvferry_{name}"])
         return 0
 
-    def _versions(self) -> dict[str, str]:
-        """Group -> the version of its deployment: get_app_code_version of ray.serve, for what the chart writes."""
-        found = {}
-        for application in _applications(self.submitted):
-            version = json.dumps([application.get("import_path"), application.get("args")], sort_keys=True)
-            found |= dict.fromkeys(worker_counts(yaml.safe_dump({"applications": [application]})), version)
-        return found
-
     def _statuses(self) -> dict[str, str]:
         """Serve's applications, those that are no longer declared until their last worker has gone."""
         found = {}
         left = {worker.group for worker in self.workers}
-        versions = self._versions()
+        versions = _versions(self.submitted)
         for application in _applications(self.submitted):
-            counts = worker_counts(yaml.safe_dump({"applications": [application]}))
+            counts = _counts(json.dumps({"applications": [application]}))
             groups = [group for group in counts if group != "gateway"]
             is_whole = all(self.registered(group) == counts[group] for group in groups) and all(
                 worker.version == versions[worker.group] for worker in self.workers if worker.group in groups
@@ -387,8 +384,42 @@ class Model:
         }
 
 
+@functools.cache
 def _applications(serve_config: str) -> list[Document]:
     return list((yaml.safe_load(serve_config) or {}).get("applications", []))
+
+
+# A release says the same for many turns.
+@functools.cache
+def _counts(serve_config: str) -> dict[str, int]:
+    return worker_counts(serve_config)
+
+
+@functools.cache
+def _versions(serve_config: str) -> dict[str, str]:
+    """Group -> the version of its deployment: get_app_code_version of ray.serve, for what the chart writes."""
+    found = {}
+    for application in _applications(serve_config):
+        version = json.dumps([application.get("import_path"), application.get("args")], sort_keys=True)
+        found |= dict.fromkeys(worker_counts(yaml.safe_dump({"applications": [application]})), version)
+    return found
+
+
+@functools.cache
+def _needs(serve_config: str) -> dict[str, int]:
+    """Worker group -> GPUs of each worker, where there is one to a pod."""
+    needs = {}
+    for application in _applications(serve_config):
+        for deployment in application["deployments"]:
+            groups = worker_counts(yaml.safe_dump({"applications": [{"deployments": [deployment]}]}))
+            num_gpus = (deployment.get("ray_actor_options") or {}).get("num_gpus", 0)
+            needs |= dict.fromkeys(groups, int(num_gpus))
+    return needs
+
+
+def _num_gpus(template: Document) -> int:
+    limits = (template["spec"]["containers"][0].get("resources") or {}).get("limits") or {}
+    return sum(int(count) for name, count in limits.items() if name.endswith("/gpu"))
 
 
 def _without_counts(service: Document, num_groups: int | None = None) -> Document:

@@ -35,6 +35,8 @@ from kvferry.rollout.plan import Blocked, DeletePods, Done, Observed, SetSpec, S
 ROUND_S = 5.0
 # KubeRay may show what Serve said before the last change for one reconcile.
 DONE_ROUNDS = 3
+# As long as workers register again after etcd has lost them, and most of them load.
+IDLE_S = 120.0
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ class Rollout:
         """`release` is the digest of the release to wait for; empty: any. `identity` is this pod's name."""
         self._api = api
         self._lease = Lease(api, identity or socket.gethostname(), monotonic=monotonic)
+        self._monotonic = monotonic
+        self._idle_since_s: dict[str, float] = {}  # by uid of pods without a worker
         self._membership = membership
         self._release = release
         self._num_done = 0
@@ -91,7 +95,8 @@ class Rollout:
         if not other and not was_held:
             # What another one did until now is not in what was seen.
             seen = await asyncio.to_thread(self._api.observe)
-        step = next_step(dataclasses.replace(seen, workers=await self._workers(seen)))
+        workers = await self._workers(seen)
+        step = next_step(dataclasses.replace(seen, workers=workers, idle=self._idle(seen, workers)))
         if not other:
             await asyncio.to_thread(self._act, step)
         elif not isinstance(step, Done):
@@ -114,6 +119,12 @@ class Rollout:
             if member.kind in WORKER_KINDS and not is_gone:
                 workers[group][address] += 1
         return workers
+
+    def _idle(self, seen: Observed, workers: Mapping[str, Mapping[str, int]]) -> frozenset[str]:
+        now_s = self._monotonic()
+        without = [pod.uid for pod in seen.pods if pod.is_ready and not workers.get(pod.group, {}).get(pod.address)]
+        self._idle_since_s = {uid: self._idle_since_s.get(uid, now_s) for uid in without}
+        return frozenset(uid for uid, since_s in self._idle_since_s.items() if now_s - since_s >= IDLE_S)
 
     def _act(self, step: Step) -> None:
         if isinstance(step, SetSpec):

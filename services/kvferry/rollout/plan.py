@@ -49,6 +49,7 @@ class Observed:
     pods: Sequence[Pod] = ()
     workers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # group -> address -> registered workers
     counts: Mapping[str, int] = field(default_factory=dict)  # group -> workers that Serve is to have
+    idle: frozenset[str] = frozenset()  # uids of pods that have been ready without a worker for a while
     # What the operator last saw that is not as the release says: application -> Serve's status of it.
     applications: Mapping[str, str] = field(default_factory=dict)
     is_submitted: bool = True  # the operator has seen the release's last change
@@ -112,7 +113,7 @@ def next_step(seen: Observed) -> Step:
     if step is not None:
         return step
     if (missing := _unsettled(seen, seen.wanted)) is not None:
-        return Wait(missing)
+        return _replace_idle(seen) or Wait(missing)
     return _replace_one(seen) or _finish(seen)
 
 
@@ -298,6 +299,25 @@ def _unsettled(seen: Observed, spec: Document) -> str | None:
         if holds_workers(name) and (num_workers := _num_workers(seen, name)) < seen.counts.get(name, 0):
             return f"{name}: {num_workers} of {seen.counts[name]} workers are registered"
     return None
+
+
+def _replace_idle(seen: Observed) -> Step | None:
+    # Workers that need more than pods of the older template have (GPUs, say) would wait for one of the new one for
+    # ever. Such a pod serves nothing, so that a release whose workers never start takes no other pod with it.
+    if any(pod.is_ending or not pod.is_ready for pod in seen.pods):
+        return None
+    idle = [
+        pod
+        for pod in seen.pods
+        if pod.uid in seen.idle
+        and _is_outdated(seen, pod)
+        and holds_workers(pod.group)
+        and not _holds(seen, pod)
+        and _num_workers(seen, pod.group) < seen.counts.get(pod.group, 0)
+    ]
+    return (
+        DeletePods((idle[0],), f"{idle[0].group}: of an older template, and no worker starts there") if idle else None
+    )
 
 
 def _replace_one(seen: Observed) -> Step | None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from kvferry.rollout.plan import HEAD, Blocked, DeletePods, Done, Observed, Pod,
 from support.kuberay_model import Model
 
 MAX_TURNS = 600
+TURNS_IDLE = 8  # more than a worker takes to load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +29,17 @@ class Release:
     image: str
     redis: bool = False
     entries: tuple[tuple[str, int, int], ...] = ()  # name, prefill and decode workers
+    gpus: int = 0  # of each worker, where there is one to a pod
 
 
 def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def template(image: str, more: Any = None) -> dict[str, Any]:
-    spec = {"containers": [{"name": "ray", "image": f"kvferry:{image}", "ports": [{"name": "serve"}]}]}
+def template(image: str, more: Any = None, *, gpus: int = 0) -> dict[str, Any]:
+    spec: dict[str, Any] = {"containers": [{"name": "ray", "image": f"kvferry:{image}", "ports": [{"name": "serve"}]}]}
+    if gpus:
+        spec["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": str(gpus)}}
     return {"metadata": {"annotations": {"kvferry.io/template": digest([spec, more])}}, "spec": spec}
 
 
@@ -57,7 +62,7 @@ def service_of(release: Release) -> dict[str, Any]:
                     "maxReplicas": count,
                     "scaleStrategy": {},
                     "resources": {f"kvferry_{name}": str(per_pod)},
-                    "template": template(release.image, per_pod),
+                    "template": template(release.image, per_pod, gpus=release.gpus),
                 }
             )
     head = template(release.image, release.redis)
@@ -73,7 +78,9 @@ def service_of(release: Release) -> dict[str, Any]:
     deployments = [{"name": "DecodeWorker", "num_replicas": release.decode}]
     if release.prefill:
         deployments.append({"name": "PrefillWorker", "num_replicas": release.prefill})
-    applications = [{"name": "kvferry", "deployments": deployments}]
+    for each in deployments:
+        each["ray_actor_options"] = {"num_gpus": release.gpus}
+    applications = [{"name": "kvferry", "deployments": deployments, "args": {"gpus": release.gpus}}]
     for name, *counts in release.entries:
         of_entry = [
             {"name": f"{kind}Worker-{name}", "num_replicas": count}
@@ -117,6 +124,7 @@ def observe(model: Model) -> Observed:
         ],
         workers=workers,
         counts=worker_counts(model.service["spec"]["serveConfigV2"]),
+        idle=frozenset(pod.name for pod in model.pods if pod.is_ready and pod.idle >= TURNS_IDLE),
         applications=_not_running(side, model.service["spec"]["serveConfigV2"]),
         is_submitted=status.get("observedGeneration") == model.service["metadata"]["generation"],
     )
@@ -238,6 +246,23 @@ def test_a_new_image_leaves_all_pods_of_a_role_but_one(first: Release, image: st
         assert all(count <= first.per_pod for count in away.values()), away
 
 
+@pytest.mark.parametrize("before", [1, 4])
+def test_workers_that_need_other_gpus_get_pods_that_have_them(before: int) -> None:
+    model = Model()
+    model.apply(service_of(first := Release(2, 3, 1, 1, "a", gpus=before)))
+    settle(model, first)
+    model.apply(service_of(second := dataclasses.replace(first, gpus=2)))
+    for _ in range(MAX_TURNS):
+        if isinstance(turn(model), Done):
+            break
+        # One pod of a role may be away, and the worker that Serve took from another one.
+        assert all(model.counts(group) - model.registered(group) <= 2 for group in ("prefill", "decode"))
+    settle(model, second)
+    assert {pod.group for pod in model.pods} == {"head", "prefill", "decode", "gateway"}
+    limits = [pod.template["spec"]["containers"][0]["resources"]["limits"] for pod in model.pods if pod.group != HEAD]
+    assert limits == [{"nvidia.com/gpu": "2"}] * 6
+
+
 # Moments that random changes seldom meet
 
 
@@ -267,6 +292,22 @@ def a_pod(name: str, group: str = "decode", *, image: str = "a", **changes: Any)
 
 OLD_HEAD = a_pod("h", HEAD, image="old")
 WORKERS = {"d1": 1, "d2": 1}
+
+
+def test_a_pod_that_no_worker_starts_in_goes_if_it_is_old_and_nothing_else_is_missing() -> None:
+    head, old, other = a_pod("h", HEAD), a_pod("d1", image="old"), a_pod("d2", image="old")
+    idle = frozenset({"d1", "d2"})
+    seen = moment(head, old, other, workers={"d2": 1}, idle=idle)
+    step = next_step(seen)
+    assert isinstance(step, DeletePods)
+    assert [pod.name for pod in step.pods] == ["d1"]
+    waiting = Wait("decode: 1 of 2 workers are registered")
+    assert next_step(dataclasses.replace(seen, idle=frozenset())) == waiting, "perhaps one is loading there"
+    assert next_step(dataclasses.replace(seen, pods=(head, a_pod("d1"), other))) == waiting, "it has the new template"
+    assert isinstance(
+        next_step(dataclasses.replace(seen, pods=(head, old, dataclasses.replace(other, is_ready=False)))), Wait
+    )
+    assert isinstance(next_step(dataclasses.replace(seen, pods=(head, old, other, a_pod("d3", is_ending=True)))), Wait)
 
 
 def test_an_old_head_that_is_not_ready_for_a_moment_stays_while_workers_serve() -> None:

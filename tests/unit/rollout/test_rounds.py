@@ -11,7 +11,8 @@ import pytest
 
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.base import Member, MemberId, MemberKind
-from kvferry.rollout.__main__ import DONE_ROUNDS, Rollout
+from kvferry.rollout import __main__ as rollout_main
+from kvferry.rollout.__main__ import DONE_ROUNDS, IDLE_S, Rollout
 from kvferry.rollout.kubernetes_api import normal_address, with_own_addresses, worker_counts
 from kvferry.rollout.lease import DURATION_S, Lease
 from kvferry.rollout.plan import Blocked, Done, Observed, Pod, SetSpec, Wait
@@ -232,3 +233,25 @@ def test_an_address_is_that_of_the_youngest_pod_that_has_it() -> None:
     for pods in ([failed, present, elsewhere, *waiting], [*waiting, elsewhere, present, failed]):
         addresses = {pod.name: pod.address for pod in with_own_addresses(pods)}
         assert addresses == {"d-1": "", "d-2": "10.0.0.1", "d-3": "", "d-4": "", "p": "10.0.0.1"}
+
+
+async def test_a_pod_is_idle_after_a_while_without_a_worker(
+    api: FakeApi, membership: FakeMembership, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    idle: list[frozenset[str]] = []
+
+    def wait(seen: Observed) -> Wait:
+        idle.append(seen.idle)
+        return Wait("more")
+
+    monkeypatch.setattr(rollout_main, "next_step", wait)
+    rounds = rollout(api, membership, tmp_path, monotonic=clock)
+    address = membership.member.address
+    for seconds, registered in ((0, True), (IDLE_S, False), (IDLE_S - 1, False), (1, False), (0, True), (1, False)):
+        clock.now_s += seconds
+        membership.member = msgspec.structs.replace(
+            membership.member, address=address if registered else "10.9.9.9:7000"
+        )
+        await rounds.round()
+    assert [("d" in each) for each in idle] == [False, False, False, True, False, False]
