@@ -46,7 +46,7 @@ def vllm_config_of(engine: EngineConfig) -> Any:
         str(model_folder.resolve("default")),
         ModelConfig(),
         engine,
-        kv_transfer={},
+        kv_transfer={"kv_role": "kv_consumer"},
         events_endpoint="ipc:///tmp/a",
         replay_endpoint="ipc:///tmp/b",
     )
