@@ -36,7 +36,8 @@ Generated from `services/kvferry/config.py` by `make config-doc`; `make check` s
 Every key of a YAML file (`kvferry up --config FILE`), of the environment (`KVFERRY__GATEWAY__HTTP_PORT=8001`), of flags
 (`--set gateway.http_port=8001`), and of the chart's value `config`. Later sources win, in this order. An unknown key or
 a bad value is refused by name; `kvferry config` prints what would be used. The chart decides about keys marked †: its
-value `config` does not take them, and [the last section](#what-the-chart-has-instead) names its own.
+value `config` does not take them, but for `models` and `pools`, and [the last section](#what-the-chart-has-instead)
+names its own.
 """
 # What of the chart's values stands for the keys that it decides about; empty: nothing, the chart knows.
 _COUNTERPARTS = {
@@ -71,6 +72,12 @@ _COUNTERPARTS = {
     "tier.encryption_keys_file": "tier.encryptionKeysSecret",
 }
 
+# Which of these keys the chart's value `config` takes after all, and with what beside them.
+_TAKEN = {
+    "pools": "`config.pools`, with `ray.mode: existing` alone",
+    "models": "`config.models`, beside [`roles.models`](models-in-a-cluster.md#with-the-chart) for the two roles",
+}
+
 
 _ARGUMENTS_HEAD = """\
 # Arguments of vLLM's engine
@@ -86,16 +93,19 @@ decode:
     args: {watermark: 0.02}                         # this role; replaces a value of `engine.args`
 ```
 
-Names are those of vLLM 0.32's command line, with underscores. A value [out of range](#expected-values) is refused when
-the configuration is read. Values are given to vLLM's own parser and configuration classes when an engine starts, and a
-value that these refuse ends the start with the argument's key and vLLM's reason; so does what the machine lacks (NUMA
-nodes, or memory for `num_gpu_blocks_override` on the CPU). Where vLLM's own processes die, the error has the keys of
-all arguments that were given, and the log above it the cause.
+Names are those of vLLM 0.32's command line, with underscores; arguments of its server, such as `--port` and
+`--tool-call-parser`, are not of the engine, and have keys of kvferry's own ([configuration](configuration.md)).
+A value [out of range](#expected-values) is refused when the configuration is read. Values are given to vLLM's own
+parser and configuration classes when an engine starts, and a value that these refuse ends the start with the argument's
+key and vLLM's reason; so does what the machine lacks (NUMA nodes, or memory for `num_gpu_blocks_override` on the CPU).
+Where vLLM's own processes die, the error has the keys of all arguments that were given, and the log above it the cause.
 
 `kvferry config --vllm prefill` prints the command line that results, `decode` that of decode engines; it runs the
 values through the same parser and classes. It needs no cluster, no GPU and no model, and prints the line of a real
-engine also where `engine.kind` is `sim`; simulated engines check only ranges, and ignore the values. Every argument of
-vLLM is in one of these tables. With the chart, arguments of one role are `roles.decode.engine.args` and
+engine also where `engine.kind` is `sim`; simulated engines check only ranges, and ignore the values. What needs the
+model or the machine is checked when an engine starts: a draft model, its folder too, `max_num_scheduled_tokens` above
+`engine.max_num_batched_tokens`, and the files that `load_format` reads. Every argument of vLLM's engine is in one of
+these tables. With the chart, arguments of one role are `roles.decode.engine.args` and
 `roles.prefill.engine.args`.
 
 Values of `engine.env` are texts: `{VLLM_LOG_STATS_INTERVAL: "5"}`, on a command line
@@ -246,7 +256,7 @@ def _counterparts() -> Iterator[str]:
         here = values
         for part in filter(None, name.split(".")):
             here = here[part]  # a KeyError names what is no value
-        yield f"- `{key}`: {f'`{name}`' if name else 'none'}"
+        yield f"- `{key}`: {_TAKEN.get(key) or (f'`{name}`' if name else 'none')}"
 
 
 def _sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -276,9 +286,9 @@ def _row(prefix: str, name: str, field: FieldInfo, comment: str) -> str:
 
 
 def _chart_decides(path: str) -> bool:
-    """Whether a key, or a section that it is in, is one that the chart's value `config` does not take."""
+    """Whether a key, or a section that it is in, is not simply taken from the chart's value `config`."""
     parts = path.replace("[]", "").split(".")
-    # Refused by its templates: pods of pools and of further models are not the chart's.
+    # Taken under other conditions (_TAKEN).
     refused = {"pools", "models", *CHART_DECIDES[""]}
     return parts[0] in refused or (len(parts) > 1 and parts[1] in CHART_DECIDES.get(parts[0], ()))
 

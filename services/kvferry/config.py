@@ -114,7 +114,7 @@ class RopeParametersConfig(_Section):
     def _rotations_are_whole(self) -> RopeParametersConfig:
         missing = [name for name, value in self if value in (None, "")]
         if missing and len(missing) < len(type(self).model_fields):
-            raise ValueError(f"{', '.join(missing)}: missing; vLLM forgets all that config.json has in their place")
+            raise ValueError(f"{', '.join(missing)}: missing; vLLM takes nothing from config.json beside these keys")
         if self.num_positions > MAX_CONTEXT:
             raise ValueError(f"factor x original_max_position_embeddings: {MAX_CONTEXT} is the limit")
         return self
@@ -178,7 +178,10 @@ class ModelConfig(_Section):
     @model_validator(mode="after")
     def _context_is_of_the_overrides(self) -> ModelConfig:
         if self.max_model_len is not None and 0 < self.hf_overrides.context < self.max_model_len:
-            raise ValueError(f"max_model_len ({self.max_model_len}): hf_overrides has {self.hf_overrides.context}")
+            raise ValueError(
+                f"max_model_len ({self.max_model_len}): expected at most {self.hf_overrides.context}, the context of "
+                "hf_overrides (max_position_embeddings, or factor x original_max_position_embeddings)"
+            )
         return self
 
     @field_validator("served_name")
@@ -968,7 +971,7 @@ class ClusterConfig(_Section):
                     raise ValueError(f"{vllm_arguments.SPECULATION}: engine.args has a draft model, for both roles")
                 check_arguments(args, role=name, unproven=self.engine.unproven, device=self.engine.device)
                 if reason := vllm_arguments.why_no_loading(self.engine_of(name, pool).args):
-                    raise ValueError(reason)
+                    raise ValueError(f"{reason} (with the values of engine.args)")
             except ValueError as error:
                 raise ValueError(f"{f'pools.{pool}.' if pool else ''}{name}.engine.args: {error}") from None
         return self

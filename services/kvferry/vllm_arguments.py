@@ -228,6 +228,19 @@ _TABLES: Mapping[Rule, Mapping[str, str]] = {
     Rule.FREE: FREE,
     Rule.UNPROVEN: UNPROVEN,
 }
+# Arguments that `vllm serve` takes beside those of its engine.
+_KEYS_OF_THE_SERVER: Mapping[str, str] = {
+    "api_key": "gateway.keys_file",
+    "api_server_count": "gateway.replicas",
+    "chat_template": "model.chat_template",
+    "enable_auto_tool_choice": "model.tool_parser",
+    "host": "gateway.host",
+    "port": "gateway.http_port",
+    "ssl_ca_certs": "gateway.tls.client_ca_file",
+    "ssl_certfile": "gateway.tls.cert_file",
+    "ssl_keyfile": "gateway.tls.key_file",
+    "tool_call_parser": "model.tool_parser",
+}
 RULES: Mapping[str, Rule] = {name: rule for rule, table in _TABLES.items() for name in table}
 REASONS: Mapping[str, str] = {name: reason for table in _TABLES.values() for name, reason in table.items()}
 
@@ -312,9 +325,8 @@ def why_no_load_format(value: object) -> str:
     if value in _SHOWN_LOAD_FORMATS:
         return ""
     why = _UNLIKE_THE_FILES.get(str(value), "")
-    return f"{', '.join(_SHOWN_LOAD_FORMATS)} were shown to read the weights of the files" + (
-        f"; {value}: {why}" if why else ""
-    )
+    got = f"{value}: {why}" if why else f"not {str(value)[:80]!r}"
+    return f"expected one of {', '.join(_SHOWN_LOAD_FORMATS)}, which were shown to read the folder's weights; {got}"
 
 
 def why_no_loader_options(value: object) -> str:
@@ -340,7 +352,7 @@ def why_no_loading(args: Mapping[str, object]) -> str:
     for key in options if isinstance(options, Mapping) else ():
         takers = _LOADER_OPTIONS.get(str(key), ())
         if takers and chosen in _SHOWN_LOAD_FORMATS and chosen not in takers:
-            return f"{LOADER_OPTIONS}.{key}: it is of {LOAD_FORMAT} {' and '.join(takers)}, and here it is {chosen}"
+            return f"{LOADER_OPTIONS}.{key}: only with {LOAD_FORMAT} {' or '.join(takers)}, and it is {chosen}"
     return ""
 
 
@@ -365,8 +377,10 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
         return f"written as {name.replace('-', '_').lstrip('_')!r} here"
     rule = RULES.get(name)
     if rule is None:
-        near = difflib.get_close_matches(name[:80], RULES, n=1)
-        return "vLLM has no such argument" + (f"; did you mean {near[0]!r}?" if near else "")
+        if key := _KEYS_OF_THE_SERVER.get(name.replace("-", "_")):
+            return f"an argument of vLLM's server, which kvferry does not run: use {key}"
+        near = difflib.get_close_matches(name[:80], [each for each in RULES if not each.startswith("_")], n=1)
+        return "vLLM's engine has no such argument" + (f"; did you mean {near[0]!r}?" if near else "")
     if rule is Rule.REFUSED:
         reason = REASONS[name]
         if role and name in KEYS_OF_ROLES:

@@ -108,7 +108,7 @@ def vllm_config_of(folder: Path, **values: Any) -> Any:
         str(folder),
         ModelConfig(path=str(folder), **values),
         EngineConfig(),
-        kv_transfer={},
+        kv_transfer={"kv_role": "kv_consumer"},
         events_endpoint="ipc:///tmp/a",
         replay_endpoint="ipc:///tmp/b",
     )

@@ -512,11 +512,11 @@ NO_DEFAULT: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas":
         ({"models": [{"name": "a", "engine": {"args": 3}}]}, "models.0.engine.args: expected a mapping"),
         (
             {"models": [{"name": "a", "engine": {"args": {"nonsense": 1}}}]},
-            "models.0.engine.args: nonsense: vLLM has no",
+            "models.0.engine.args: nonsense: vLLM's engine has no",
         ),
         (
             {"models": [{"name": "a", "decode": {"engine": {"args": {"nonsense": 1}}}}]},
-            "models.0.decode.engine.args: nonsense: vLLM has no",
+            "models.0.decode.engine.args: nonsense: vLLM's engine has no",
         ),
         (
             {

@@ -49,7 +49,7 @@ def test_the_context_is_what_the_rotations_reach() -> None:
         ({"rope": {**ROPE, "original_max_position_embeddings": MAX_CONTEXT // 4 + 1}}, f"{MAX_CONTEXT} is the limit"),
         ({"context": 131073}, "max_position_embeddings (131073): rope_parameters has rotations of 131072"),
         ({"rope": {}, "context": 8192}, "max_position_embeddings (8192): give rope_parameters too"),
-        ({"model": {"max_model_len": 131073}}, "max_model_len (131073): hf_overrides has 131072"),
+        ({"model": {"max_model_len": 131073}}, "max_model_len (131073): expected at most 131072, the context of"),
         (
             {"engine": {"unproven": ["hf_overrides"], "args": {"hf_overrides": {"a": 1}}}},
             "vLLM takes one of the two",

@@ -61,8 +61,14 @@ def test_keys_of_roles_are_those_of_the_configuration() -> None:
 
 
 def test_a_wrong_name_in_a_list_is_said_once() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.unproven: 'nonsense': vLLM has no such argument$"):
+    with pytest.raises(ConfigError, match=r"engine\.unproven: 'nonsense': vLLM's engine has no such argument$"):
         parsed({"unproven": ["nonsense"]})
+
+
+def test_arguments_of_processes_of_vllm_are_not_suggested() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed({"args": {"api_process_counts": 2}})
+    assert "_api_process" not in caught.value.message.replace("api_process_counts", "")
 
 
 def test_arguments_of_pools_are_checked() -> None:
@@ -78,7 +84,9 @@ def test_arguments_of_pools_are_checked() -> None:
         ({"args": {"max-num-seqs": 7}}, "written as 'max_num_seqs'"),
         ({"args": {"watermrk": 1}}, "did you mean 'watermark'"),
         ({"args": {"kv_cache_memory_bytes": "1G"}}, "use engine.kv_cache_gib"),
-        ({"args": {"x" * 5000: 1}}, "vLLM has no such argument"),
+        ({"args": {"tool_call_parser": "hermes"}}, "vLLM's server, which kvferry does not run: use model.tool_parser"),
+        ({"args": {"api-server-count": 2}}, "use gateway.replicas"),
+        ({"args": {"x" * 5000: 1}}, "vLLM's engine has no such argument"),
         ({"args": {"watermark": None}}, "leave it out"),
         ({"args": {"watermark": float("nan")}}, "a value is"),
         ({"args": {"custom_histogram_buckets": ["x" * 20_000]}}, "is the limit"),
@@ -87,7 +95,7 @@ def test_arguments_of_pools_are_checked() -> None:
         ({"args": {"speculative_config": {"method": "eagle"}}}, "add 'speculative_config' to engine.unproven"),
         ({"unproven": ["seed"]}, "it needs no permission"),
         ({"unproven": ["block_size"]}, "not taken here: use engine.block_size"),
-        ({"unproven": ["nonsense"]}, "vLLM has no such argument"),
+        ({"unproven": ["nonsense"]}, "vLLM's engine has no such argument"),
         ({"env": {"VLLM_LOG_STATS_INTERVAL": 1}}, "quote it, as in engine.env.VLLM_LOG_STATS_INTERVAL='\"1\"'"),
         ({"env": {"LD_PRELOAD": "/x"}}, "begin with VLLM_"),
         ({"env": {"VLLM_HOST_IP": "1.2.3.4"}}, "engine.side_channel_host"),
@@ -200,7 +208,7 @@ def test_ways_to_read_the_same_weights_are_free(args: dict[str, Any]) -> None:
     [
         ({"load_format": "dummy"}, "dummy: weights are random"),
         ({"load_format": "fastsafetensors"}, "of a GPU alone"),
-        ({"load_format": "x" * 5000}, "auto, safetensors, runai_streamer were shown"),
+        ({"load_format": "x" * 5000}, "auto, safetensors, runai_streamer, which were shown"),
         ({"load_format": ["auto"]}, "were shown"),
         ({"model_loader_extra_config": "x"}, "expected a mapping"),
         ({"model_loader_extra_config": {"x" * 5000: 1}}, "shown are enable_multithread_load, num_threads"),
@@ -222,13 +230,13 @@ def test_other_ways_to_load_need_permission_and_are_part_of_the_digest(args: dic
 @pytest.mark.parametrize(
     ("of_both", "of_decode", "words"),
     [
-        ({}, {"model_loader_extra_config": {"concurrency": 2}}, "concurrency: it is of load_format runai_streamer"),
+        ({}, {"model_loader_extra_config": {"concurrency": 2}}, "concurrency: only with load_format runai_streamer"),
         (
             {"load_format": "runai_streamer"},
             {"model_loader_extra_config": {"num_threads": 2}},
-            "num_threads: it is of load_format auto and safetensors, and here it is runai_streamer",
+            "num_threads: only with load_format auto or safetensors, and it is runai_streamer",
         ),
-        ({"model_loader_extra_config": {"memory_limit": 1}}, {}, "and here it is auto"),
+        ({"model_loader_extra_config": {"memory_limit": 1}}, {}, "and it is auto"),
     ],
 )
 def test_an_option_of_another_load_format_is_refused(

@@ -75,7 +75,7 @@ class GatewayModel:
                 if is_set:
                     raise InvalidRequest(
                         f"{param}, of the request or of the model's generation_config.json, is not supported where "
-                        f"decode workers speculate (decode.engine.args.{SPECULATION})",
+                        f"decode workers speculate ({SPECULATION} in engine.args or decode.engine.args)",
                         param=param,
                     )
 

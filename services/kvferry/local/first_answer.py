@@ -73,7 +73,9 @@ def ask(
         ):
             if response.status_code != 200:
                 text = response.read().decode("utf-8", errors="replace")
-                raise FirstAnswerFailed(f"the gateway answered {response.status_code}: {text[:500]}")
+                raise FirstAnswerFailed(
+                    f"the gateway answered {response.status_code}: {text[:500]} (--no-ask starts without this question)"
+                )
             return _collect(question, _chunks(response.iter_lines()), started_s, clock)
     except httpx.HTTPError as error:
         raise FirstAnswerFailed(f"the first request failed: {error or type(error).__name__}") from None

@@ -46,7 +46,7 @@ def vllm_config_of(engine: EngineConfig) -> Any:
         str(model_folder.resolve("default")),
         ModelConfig(),
         engine,
-        kv_transfer={},
+        kv_transfer={"kv_role": "kv_consumer"},
         events_endpoint="ipc:///tmp/a",
         replay_endpoint="ipc:///tmp/b",
     )
@@ -203,7 +203,7 @@ def test_an_error_that_names_no_argument_has_the_keys_of_all() -> None:
     [
         (
             {"max_num_scheduled_tokens": 10**6},
-            "max_num_scheduled_tokens: expected at most max_num_batched_tokens (2048)",
+            "max_num_scheduled_tokens: expected at most engine.max_num_batched_tokens (2048), not",
         ),
         ({"num_gpu_blocks_override": 10**6}, "num_gpu_blocks_override: engine.kv_cache_gib holds "),
         ({"numa_bind": True, "numa_bind_nodes": [1]}, "numa_bind_nodes: this machine has no NUMA node 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from kvferry import model_folder
 from kvferry.config import ModelConfig
 from kvferry.engine.forks import ForkLimits
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, InvalidRequest
 
 pytest.importorskip("vllm")
 
@@ -103,3 +104,14 @@ def test_a_gateways_renderer_is_not_made_with_such_a_template(tmp_path: Path) ->
     file.write_text("{{ raise_exception('never ' ~ messages[0].role) }}")
     with pytest.raises(ConfigError, match=rf"^model\.chat_template: {file}: it refuses an ordinary message"):
         VllmPrompts(str(model_folder.resolve("default")), "m", ModelConfig(chat_template=file))
+
+
+async def test_a_chat_with_a_model_that_has_no_template_is_refused_with_the_key(tmp_path: Path) -> None:
+    from kvferry.engine.vllm.vllm_prompts import VllmPrompts
+
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder.resolve("default") / name, tmp_path / name)
+    prompts = VllmPrompts(str(tmp_path), "m", ModelConfig())
+    with pytest.raises(InvalidRequest, match=r"no chat template; .*model\.chat_template") as caught:
+        await prompts.chat({"messages": [{"role": "user", "content": "Hello"}]})
+    assert caught.value.param == "messages"

@@ -20,7 +20,8 @@ def why_not_startable(
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     most, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
     if "max_num_scheduled_tokens" in engine.args and scheduled > most:
-        return f"{key_of('max_num_scheduled_tokens', keys)}: expected at most max_num_batched_tokens ({most})"
+        key = key_of("max_num_scheduled_tokens", keys)
+        return f"{key}: expected at most engine.max_num_batched_tokens ({most}), not {scheduled}"
     nodes = parallel.numa_bind_nodes if "numa_bind_nodes" in engine.args else None
     if nodes is not None and len(nodes) < (ranks := parallel.tensor_parallel_size):
         return f"{key_of('numa_bind_nodes', keys)}: expected a node for each of {ranks} ranks, not {len(nodes)}"

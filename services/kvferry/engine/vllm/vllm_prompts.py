@@ -116,6 +116,7 @@ class VllmPrompts:
         from vllm import envs
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
         from vllm.exceptions import VLLMClientError
+        from vllm.renderers.chat_utils import ChatTemplateResolutionError
 
         try:
             result = await render(kind.model_validate({**body, "model": self._served_name}))
@@ -126,6 +127,12 @@ class VllmPrompts:
             # Of vLLM's own limit. Past this method it would be taken for the end of the request's time.
             raise InvalidRequest(
                 f"messages: the model's chat template takes over {envs.VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT:g} s for them",
+                param="messages",
+            ) from None
+        except ChatTemplateResolutionError:
+            raise InvalidRequest(
+                "messages: this model has no chat template; use completions, or have the operator name a template in "
+                "model.chat_template",
                 param="messages",
             ) from None
         except Exception as error:
