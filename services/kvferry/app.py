@@ -432,6 +432,9 @@ def _connected(ray_address: str) -> Iterator[None]:
         ray.shutdown()
 
 
+_FINAL_TRIGGERS = frozenset({"REPLICA_STARTUP_FAILED", "DEPLOYMENT_ACTOR_FAILED"})
+
+
 def _wait_running(deadline_s: float) -> None:
     shown = ""
     while True:
@@ -451,8 +454,10 @@ def _wait_running(deadline_s: float) -> None:
             if deployment.status.value != "HEALTHY"
         }
         detail = causes_of(unready) or cause_of(status.message if status is not None else "")
-        # Of one that is UNHEALTHY Serve makes new replicas.
-        if state in ("DEPLOY_FAILED", "DELETING", "DELETED"):
+        # Serve makes new replicas for one that is UNHEALTHY, and also where it says DEPLOY_FAILED of one that ran.
+        triggers = {each.status_trigger.value for each in status.deployments.values()} if status is not None else set()
+        is_over = bool(triggers & _FINAL_TRIGGERS) or "HEALTH_CHECK_FAILED" not in triggers
+        if state in ("DELETING", "DELETED") or (state == "DEPLOY_FAILED" and is_over):
             raise KvferryError(f"{GIVEN_UP}the application is {state}: {detail}")
         if time.monotonic() >= deadline_s:
             raise KvferryError(f"the application is still {state}: {detail}")

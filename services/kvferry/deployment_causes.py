@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from kvferry.errors import shortened
+from kvferry.errors import printable, shortened
 
 # Beginnings of lines of `python -m kvferry.app deploy --wait`.
 CAUSE_MARK = "not healthy yet: "
@@ -22,11 +22,11 @@ def cause_of(message: str) -> str:
         return ""
     what = lines[0].removesuffix("Error:").partition(" This may be due")[0].strip()
     if len(lines) == 1:
-        return shortened(what, _MAX_CAUSE_BYTES)
+        return shortened(printable(what), _MAX_CAUSE_BYTES)
     own = [line for line in lines[1:] if line.startswith("kvferry.errors.")]
     error = (own or lines)[-1]
     # The error first: it has the key, and a terminal's line may end early.
-    return shortened(f"{_ERROR_CLASS.sub('', error, count=1)} ({what})", _MAX_CAUSE_BYTES)
+    return shortened(printable(f"{_ERROR_CLASS.sub('', error, count=1)} ({what})"), _MAX_CAUSE_BYTES)
 
 
 def causes_of(messages: Mapping[str, str]) -> str:

@@ -308,6 +308,11 @@ class TierError(KvferryError):
     code = "tier_error"
 
 
+def printable(text: str) -> str:
+    """Return `text` without characters that a terminal obeys."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
 def shortened(text: str, max_bytes: int, tail_bytes: int = 0) -> str:
     """Return `text` in at most `max_bytes` of UTF-8. A long one keeps its beginning, and `tail_bytes` of its end."""
     if 4 * len(text) <= max_bytes:  # no character has more bytes

@@ -272,15 +272,23 @@ def test_a_worker_refuses_a_quality_report_before_it_waits_for_its_model(
         asyncio.run(start)
 
 
-def serve_says(monkeypatch: pytest.MonkeyPatch, *states: tuple[str, str]) -> None:
+def serve_says(
+    monkeypatch: pytest.MonkeyPatch, *states: tuple[str, str], trigger: str = "REPLICA_STARTUP_FAILED"
+) -> None:
     """Let Serve have a deployment with each state and message in turn, and the last one for ever."""
     waiting = list(states)
 
     def status() -> Any:
         state, message = waiting.pop(0) if len(waiting) > 1 else waiting[0]
         of_worker = {"RUNNING": "HEALTHY", "DEPLOYING": "UPDATING"}.get(state, state)
-        workers = SimpleNamespace(message=message, status=SimpleNamespace(value=of_worker))
-        gateway = SimpleNamespace(message="", status=SimpleNamespace(value="HEALTHY"))
+        workers = SimpleNamespace(
+            message=message, status=SimpleNamespace(value=of_worker), status_trigger=SimpleNamespace(value=trigger)
+        )
+        gateway = SimpleNamespace(
+            message="",
+            status=SimpleNamespace(value="HEALTHY"),
+            status_trigger=SimpleNamespace(value="CONFIG_UPDATE_COMPLETED"),
+        )
         application = SimpleNamespace(
             status=SimpleNamespace(value=state), message="", deployments={"DecodeWorker": workers, "Gateway": gateway}
         )
@@ -313,6 +321,12 @@ def test_a_wait_tells_each_cause_once_and_ends_when_serve_gives_up(
 
 def test_a_wait_goes_on_while_serve_mends_a_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
     serve_says(monkeypatch, ("UNHEALTHY", "a"), ("DEPLOYING", ""), ("RUNNING", ""))
+    app._wait_running(time.monotonic() + 60)
+
+
+def test_a_wait_goes_on_where_a_replica_that_ran_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = ("DEPLOYING", ""), ("DEPLOY_FAILED", "A replica's health check failed."), ("RUNNING", "")
+    serve_says(monkeypatch, *states, trigger="HEALTH_CHECK_FAILED")
     app._wait_running(time.monotonic() + 60)
 
 

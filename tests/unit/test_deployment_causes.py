@@ -50,3 +50,7 @@ def test_causes_have_the_deployments_names_and_a_limit() -> None:
     assert len(shown.encode()) < 3000
     assert "\n" not in shown
     assert causes_of({"PrefillWorker": ""}) == ""
+
+
+def test_no_terminal_obeys_what_a_message_says() -> None:
+    assert cause_of("the template refuses: \x1b[2J\x1b]0;x\x07") == "the template refuses: \ufffd[2J\ufffd]0;x\ufffd"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import threading
 
 import pytest
 
-from kvferry.engine.forks import ForkLimits, Outcome, run_in_fork
+from kvferry.engine.forks import ForkLimits, ForkServer, Outcome, Verdict, run_in_fork
 
 # As multiprocessing starts engines: without vfork, beside threads that are calling.
 PROGRAM = """
@@ -101,3 +102,12 @@ def test_one_fork_of_a_process_with_threads_ends_within_its_limits(
     assert (verdict.outcome, verdict.reason) == (outcome, reason)
     assert verdict.result == (b"cba" if outcome is Outcome.OK else b"")
     assert threading.active_count() == num_threads
+
+
+def test_a_fork_that_cannot_be_made_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: ForkServer) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(ForkServer, "run", fails)
+    verdict = run_in_fork(_end, b"", ForkLimits(cpu_s=1.0, wall_s=1.0, memory_bytes=1 << 20))
+    assert verdict == Verdict(Outcome.LATE, "no fork could be made: [Errno 24] Too many open files")

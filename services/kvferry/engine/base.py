@@ -174,6 +174,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     pool: str = ""  # whose workers alone may have it; empty: the default one
     adapter: str = ""  # of EngineInfo.adapters; empty: the model itself
     images: tuple[PromptImage, ...] = ()  # by offset; they do not overlap
+    takes_bias: bool = True  # engines that speculate refuse `logit_bias`
 
     @property
     def page_salt(self) -> str:

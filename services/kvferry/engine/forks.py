@@ -219,15 +219,28 @@ def run_in_fork(work: Callable[[bytes], bytes], payload: bytes, limits: ForkLimi
     """Return the end of one fork of this process, which may have threads: `work` needs none of them."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        server = threading.Thread(target=ForkServer(theirs, work, limits).run, name="fork")
+        failures: list[str] = []
+
+        def serve() -> None:
+            with theirs:  # whose end ends the wait
+                try:
+                    ForkServer(theirs, work, limits).run()
+                except OSError as error:
+                    failures.append(str(error))
+
+        server = threading.Thread(target=serve, name="fork")
         server.start()
         with ours.makefile("rb") as answers:
-            ours.sendall(frame(Asked(1, payload)))
-            while True:
-                length = int.from_bytes(answers.read(LENGTH_BYTES), "little")
-                answered = msgspec.msgpack.decode(answers.read(length), type=Answered)
-                if answered.number != READY:
-                    break
+            try:
+                ours.sendall(frame(Asked(1, payload)))
+                while True:
+                    length = int.from_bytes(answers.read(LENGTH_BYTES), "little")
+                    answered = msgspec.msgpack.decode(answers.read(length), type=Answered)
+                    if answered.number != READY:
+                        break
+            except (OSError, msgspec.DecodeError):
+                server.join()
+                return Verdict(Outcome.LATE, f"no fork could be made: {''.join(failures)}")
         ours.shutdown(socket.SHUT_RDWR)
         server.join()
     return answered.verdict

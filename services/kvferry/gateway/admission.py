@@ -238,9 +238,14 @@ class Claim:
         if num_top is not None:
             _check_logprobs(num_choices, max_tokens, num_top)
         num_prompt_tokens = n * sum(len(prompt.token_ids) for prompt in prompts)
-        self.take_prompt_tokens(num_prompt_tokens)
-        self.hold_images(n * sum(len(image.features) for prompt in prompts for image in prompt.images))
         limits = self._admission.limits
+        try:
+            self.take_prompt_tokens(num_prompt_tokens)
+            self.hold_images(n * sum(len(image.features) for prompt in prompts for image in prompt.images))
+        except (Overloaded, UnavailableError):  # no room, and the images have been counted
+            if limits is not None and self.num_limited:
+                limits.take_back(self.tenant, self.num_limited)
+            raise
         if limits is not None and self.num_limited:
             limits.used(self.tenant, 0, num_prompt_tokens)
         elif limits is not None and limits.admit(self.tenant, num_choices, num_prompt_tokens):

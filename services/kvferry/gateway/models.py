@@ -66,7 +66,7 @@ class GatewayModel:
 
     def require_supported(self, prompts: Iterable[RenderedPrompt], pool: str) -> None:
         """Raises InvalidRequest for sampling parameters that the pool's decode engines would refuse."""
-        if not self._speculating or entry_of(pool) not in self._speculating:
+        if not self.speculates(pool):
             return
         for prompt in prompts:
             sampling = prompt.sampling
@@ -78,6 +78,9 @@ class GatewayModel:
                         f"decode workers speculate ({SPECULATION} in engine.args or decode.engine.args)",
                         param=param,
                     )
+
+    def speculates(self, pool: str) -> bool:
+        return bool(self._speculating) and entry_of(pool) in self._speculating
 
     def retire(self, closing: TaskSet) -> None:
         # Its renderer is closed once no request is rendered.

@@ -24,7 +24,7 @@ from kvferry.gateway.generation import Gathered, Generation, record_values, refu
 from kvferry.gateway.json_values import MAX_VALUES, check_num_values
 from kvferry.gateway.large_bodies import in_thread_if_large, join
 from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.models import Models
+from kvferry.gateway.models import Models, Route
 from kvferry.gateway.openai_bodies import (
     ChatBody,
     CompletionBody,
@@ -121,7 +121,7 @@ class OpenAI:
             fmt,
             "chatcmpl",
             tenant=tenant,
-            pool=route.pool,
+            route=route,
             adapter=adapter,
             debug=debug,
             trace=trace,
@@ -153,7 +153,7 @@ class OpenAI:
             CompletionFormat,
             "cmpl",
             tenant=tenant,
-            pool=route.pool,
+            route=route,
             adapter=adapter,
             debug=debug,
             trace=trace,
@@ -187,7 +187,7 @@ class OpenAI:
         prefix: str,
         *,
         tenant: Tenant,
-        pool: str,
+        route: Route,
         adapter: str,
         debug: Debug,
         trace: RequestTrace | None,
@@ -202,7 +202,8 @@ class OpenAI:
             self._dispatcher,
             self._metrics,
             tenant=tenant,
-            pool=pool,
+            pool=route.pool,
+            takes_bias=not route.model.speculates(route.pool),
             adapter=adapter,
             timeouts=self._timeouts,
             may_be_aggregated=not debug.disaggregate,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvferry.deployment_causes import CAUSE_MARK, GIVEN_UP
+from kvferry.errors import printable
 from kvferry.local.run_folder import RunFolder
 
 _READ_BYTES = 32 * 1024
@@ -64,7 +65,7 @@ def _end_of(log: Path) -> list[str]:
             text = content.read().decode("utf-8", errors="replace")
     except OSError:
         return []
-    return [line.strip() for line in text.splitlines() if line.strip()]
+    return [printable(line.strip()) for line in text.splitlines() if line.strip()]
 
 
 def _shortened(line: str) -> str:

@@ -20,7 +20,7 @@ class AnswerSoFar:
 
     # Most requests continue from the tokens so far; engines replay them in a grammar. Greedy requests with penalties or
     # bad words, and grammars after reasoning or on workers that do not replay, are computed again, and repeated output
-    # is left out. For sampled requests, earlier penalties become a bias.
+    # is left out. For sampled requests, earlier penalties become a bias, or where engines take none, as below.
 
     def __init__(
         self, request: EngineRequest, on_output: OnOutput, record: RequestRecord, on_text: OnText | None = None
@@ -119,8 +119,10 @@ def _restarts(request: EngineRequest, workers_replay_grammars: Callable[[], bool
     reasons = request.parse is not None and request.parse.reasons
     if sampling.structured_outputs and (reasons or not workers_replay_grammars()):
         return True
-    counts_tokens = sampling.presence_penalty or sampling.frequency_penalty or sampling.bad_words
-    return sampling.temperature == 0 and bool(counts_tokens)
+    has_penalties = bool(sampling.presence_penalty or sampling.frequency_penalty)
+    if has_penalties and not request.takes_bias:
+        return True
+    return sampling.temperature == 0 and (has_penalties or bool(sampling.bad_words))
 
 
 def _with_penalties_as_bias(given: Sequence[int], sampling: Sampling) -> Sampling:
@@ -142,8 +144,12 @@ def may_be_preempted(request: EngineRequest) -> bool:
 
 
 def replayable(request: EngineRequest) -> EngineRequest:
-    """Seed a sampled request with a grammar, for repeatable answers."""
+    """Seed a sampled request that would be computed again, for repeatable answers."""
     sampling = request.sampling
-    if not sampling.structured_outputs or sampling.seed is not None or sampling.temperature == 0:
+    if (
+        not (sampling.structured_outputs or _restarts(request, lambda: True))
+        or sampling.seed is not None
+        or sampling.temperature == 0
+    ):
         return request
     return structs.replace(request, sampling=structs.replace(sampling, seed=secrets.randbits(63)))

@@ -300,6 +300,20 @@ def test_a_chat_with_images_counts_once_and_its_prompt_when_it_is_rendered() -> 
     assert known.num_choices == 0
 
 
+def test_a_chat_with_images_whose_prompt_finds_no_room_is_given_back() -> None:
+    gateway = admission()
+    with gateway.count_request("chat_completions") as one:
+        limits = limited(gateway, one.claim)
+        with one.claim.counting_images(1):
+            pass
+        gateway.num_prompt_tokens = gateway.max_prompt_tokens  # of others
+        with pytest.raises(Overloaded):
+            one.claim.take_answer([RenderedPrompt([1], Sampling(max_tokens=1))], 1)
+        known = limits._by_tenant["acme"]
+        assert known._buckets[LimitName.REQUESTS]._level == 1.0
+    assert known.num_choices == 0
+
+
 @pytest.mark.parametrize(
     ("error", "level"), [(InvalidRequest("a file that is no image"), 0.0), (Overloaded("64 chats wait"), 1.0)]
 )

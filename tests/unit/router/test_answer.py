@@ -17,9 +17,10 @@ from kvferry.engine.base import (
     RequestId,
     Sampling,
     TokenLogprob,
+    Turn,
 )
 from kvferry.errors import EngineError
-from kvferry.router.answer import AnswerSoFar, replayable
+from kvferry.router.answer import AnswerSoFar, may_be_preempted, replayable
 from kvferry.router.request_record import RequestRecord
 
 PROMPT = [10, 11, 12]
@@ -28,9 +29,15 @@ PROMPT = [10, 11, 12]
 class Client:
     """An answer, and what came through."""
 
-    def __init__(self, parse: Parse | None = None, **sampling: object) -> None:
+    def __init__(self, parse: Parse | None = None, *, takes_bias: bool = True, **sampling: object) -> None:
         values = {"max_tokens": 10, "temperature": 0.0, **sampling}
-        self.asked = EngineRequest(RequestId("r"), PROMPT, Sampling(**values), parse=parse)  # type: ignore[arg-type]
+        self.asked = EngineRequest(
+            RequestId("r"),
+            PROMPT,
+            Sampling(**values),  # type: ignore[arg-type]
+            parse=parse,
+            takes_bias=takes_bias,
+        )
         self.outputs: list[EngineOutput] = []
         self.record = RequestRecord()
         self.answer = AnswerSoFar(replayable(self.asked), self.outputs.append, self.record)
@@ -200,6 +207,20 @@ def test_penalties_of_sampled_answers_go_on_as_a_bias() -> None:
     again = client.answer.next_request()
     assert again.continued == Continued(3, 3)
     assert again.sampling.logit_bias == {1: 2.0 - 0.75, 2: -1.0}
+
+
+def test_where_engines_take_no_bias_penalties_of_sampled_answers_are_computed_again_with_a_seed() -> None:
+    for change in ({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}):
+        client = Client(temperature=0.8, takes_bias=False, **change)
+        assert client.first.sampling.seed is not None
+        client.give(1, 2, 2)
+        again = client.answer.next_request()
+        assert (again.prompt_token_ids, again.continued) == (PROMPT, None)
+        assert again.sampling == client.first.sampling
+        assert not may_be_preempted(structs.replace(client.asked, turn=Turn("acme", 1.0)))
+    client = Client(temperature=0.8, takes_bias=False)
+    client.give(1)
+    assert client.answer.next_request().continued == Continued(1, 1)
 
 
 def test_a_continued_request_is_parsed_by_the_tokens_in_its_prompt() -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, printable
 
 _MAX_REASON = 500  # characters
 _MAX_BLAMED = 8  # arguments in one error
@@ -99,7 +99,9 @@ def vllm_reason(error: BaseException) -> str:
         text = f"{error.title}: {'; '.join(parts)}"
     else:
         text = str(error) or type(error).__name__
-    text = re.sub(r" ?For further information visit https://errors\.pydantic\.dev\S*", "", " ".join(text.split()))
+    text = re.sub(
+        r" ?For further information visit https://errors\.pydantic\.dev\S*", "", printable(" ".join(text.split()))
+    )
     return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 1] + "…"
 
 

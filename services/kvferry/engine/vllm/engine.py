@@ -312,7 +312,8 @@ class VllmEngine:
                 if output.finished:
                     finished = True
                     sources = self._prompt_sources.pop(request_id) or (PromptSources(),)
-                    finish_output(result, output, *sources, lacks_images=transfer is not None and bool(request.images))
+                    lacks_images = transfer is not None and bool(request.images)
+                    finish_output(result, output, *sources, lacks_images=lacks_images, sampling=request.sampling)
                     if result.transfer_params is not None:
                         result.transfer_params = name_adapter(result.transfer_params, request)
                 if parsed is not None and result.finish_reason is not FinishReason.ABORT:

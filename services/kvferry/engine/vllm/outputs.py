@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.engine.base import EngineOutput, EngineTimes, FinishReason, PromptSources, TokenLogprob
+from kvferry.engine.base import EngineOutput, EngineTimes, FinishReason, PromptSources, Sampling, TokenLogprob
 from kvferry.engine.vllm.plugins.core_fields import CACHED_PARAMETER, cached_tokens
 from kvferry.engine.vllm.plugins.transfer_times import pop_times
-from kvferry.errors import EngineError, PagesNotMoved
+from kvferry.errors import EngineError, InvalidRequest, PagesNotMoved
 
 _FAILED = "error"  # vLLM's, of a request alone
 _FINISH_REASONS: dict[str | None, FinishReason] = {reason.value: reason for reason in FinishReason}
@@ -30,11 +30,17 @@ def finish_output(
     prefill_share: float | None = None,
     *,
     lacks_images: bool = False,
+    sampling: Sampling | None = None,
 ) -> None:
-    """Raises EngineError for an unknown finish reason, PagesNotMoved if the engine `lacks_images` and needed them."""
+    """Raises InvalidRequest where no token is allowed, PagesNotMoved if the engine `lacks_images` and needed them.
+
+    Raises EngineError for an unknown finish reason.
+    """
     completion = output.outputs[0]
     if lacks_images and completion.finish_reason == _FAILED:
         raise PagesNotMoved("the pages of the prompt's images did not come from the engine that computed them")
+    if completion.finish_reason == _FAILED and sampling is not None and (fields := _fields_beside_a_grammar(sampling)):
+        raise InvalidRequest(f"structured_outputs allow no token that {fields} leave")
     result.finish_reason = _FINISH_REASONS.get(completion.finish_reason)
     if result.finish_reason is None:
         raise EngineError(f"the engine ended the request with {completion.finish_reason!r}")
@@ -45,6 +51,11 @@ def finish_output(
     result.cached = cached_tokens(sources, loaded)
     result.transfer_params = transfer_params or None
     result.times = _times(output.metrics, kv_transfer, load, prefill_share)
+
+
+def _fields_beside_a_grammar(sampling: Sampling) -> str:
+    names = ("allowed_token_ids", "bad_words", "logit_bias") if sampling.structured_outputs else ()
+    return " and ".join(name for name in names if getattr(sampling, name))
 
 
 def _times(stats: Any, kv_transfer: Any, load: Any, prefill_share: float | None = None) -> EngineTimes | None:

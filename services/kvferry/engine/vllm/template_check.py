@@ -8,12 +8,12 @@ from typing import Any
 from kvferry.config import ModelConfig
 from kvferry.engine.forks import ForkLimits, Outcome, is_of_memory, run_in_fork
 from kvferry.engine.vllm.chat_template import KEY
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, printable
 
 log = logging.getLogger(__name__)
 
 LIMITS = ForkLimits(cpu_s=10.0, wall_s=40.0, memory_bytes=1 << 30)
-_USER = {"role": "user", "content": "hello"}
+_USER = {"role": "user", "content": "warmup"}  # as vLLM renders without a limit
 _SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 _CHATS = ([_USER], [_SYSTEM, _USER])  # some templates require a system message, and some take none
 _MAX_REASON_CHARS = 300
@@ -22,7 +22,7 @@ _MAX_REASON_CHARS = 300
 def check_template(online: Any, model: ModelConfig, limits: ForkLimits = LIMITS) -> None:
     """Raises ConfigError for a template that fails for each of _CHATS, or exceeds a limit."""
     verdict = run_in_fork(lambda _: _render(online), b"", limits)
-    reason = " ".join(verdict.reason.split())[:_MAX_REASON_CHARS]
+    reason = printable(" ".join(verdict.reason.split()))[:_MAX_REASON_CHARS]
     why = {
         Outcome.REFUSED: f"it refuses an ordinary message, with a system message and without: {reason}",
         Outcome.CPU_TIME: f"it does not end within {limits.cpu_s:g} s of CPU time for an ordinary message",
