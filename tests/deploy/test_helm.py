@@ -382,6 +382,18 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         'config.model.canary names "chad", which is no entry of config.models',
     ),
     (
+        merged(MODELS, at("config.model.canary", {"default": 5})),
+        "config.model.canary names the model itself",
+    ),
+    (
+        merged(MODELS, at("config.models", [{**CHAT, "model": {**CHAT["model"], "canary": {"chat": 5}}}])),
+        "config.models[0].model.canary names the model itself",
+    ),
+    (
+        merged(MODELS, at("config.model.canary", {"chat": 60, "small": 40.5})),
+        "config.model.canary: the shares are over 100 per cent in all",
+    ),
+    (
         merged(MODELS, at("roles.models.chad.decode.replicas", 2)),
         "roles.models.chad: there is no such entry of config.models (chat, small)",
     ),

@@ -32,7 +32,7 @@ from kvferry.errors import ConfigError, LocalError
 from kvferry.local.authority import make_certificates
 from kvferry.local.child import Child, Interrupted, Pace, StartFailed, tail
 from kvferry.local.etcd_process import Etcd, start_etcd
-from kvferry.local.first_answer import FirstAnswer, ask
+from kvferry.local.first_answer import FirstAnswer, QuestionRefused, ask
 from kvferry.local.gateway_access import context_of, url_of, why_not_to_ask
 from kvferry.local.log_excerpts import newest_cause, newest_fault, newest_line
 from kvferry.local.processes import ProcessIdentity, belonging, end_all
@@ -187,8 +187,11 @@ def _start(
         if with_first_answer and (reason := why_not_to_ask(config.gateway)):
             progress.say(f"no first question: {reason}")
         elif with_first_answer:
-            with progress.step("first answer"):
-                first_answer = _ask_in_steps(config, pace, timeout_s)
+            try:
+                with progress.step("first answer"):
+                    first_answer = _ask_in_steps(config, pace, timeout_s)
+            except QuestionRefused as error:
+                progress.say(f"no first answer, but the cluster is ready: {error}")
         record = replace(record, ready=True)
         folder.write_record(record)
         # After this point a signal finds a finished cluster, which is then the user's to end.

@@ -25,6 +25,10 @@ class FirstAnswerFailed(LocalError):
     pass
 
 
+class QuestionRefused(FirstAnswerFailed):
+    """The cluster works, and the model takes no such question: it may have no chat template."""
+
+
 @dataclass(frozen=True, slots=True)
 class FirstAnswer:
     question: str
@@ -73,7 +77,8 @@ def ask(
         ):
             if response.status_code != 200:
                 text = response.read().decode("utf-8", errors="replace")
-                raise FirstAnswerFailed(
+                kind = QuestionRefused if response.status_code == 400 else FirstAnswerFailed
+                raise kind(
                     f"the gateway answered {response.status_code}: {text[:500]} (--no-ask starts without this question)"
                 )
             return _collect(question, _chunks(response.iter_lines()), started_s, clock)

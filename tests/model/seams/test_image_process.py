@@ -344,7 +344,7 @@ async def test_a_template_s_refusal_says_that_it_is_the_template_s(
 ) -> None:
     file = tmp_path / "chat.jinja"
     # Not of the gateway's own message, without which it would not start.
-    own = "messages|length == 1 and 'hello' in messages[0].content|string"
+    own = "messages|length == 1 and 'warmup' in messages[0].content|string"
     file.write_text("{% if not (" + own + ") %}{{ raise_exception('no answers today') }}{% endif %}")
     config = configuration.parse({**CONFIG, "model": {"chat_template": str(file)}})
     made = await asyncio.to_thread(build_renderer, config, folder)

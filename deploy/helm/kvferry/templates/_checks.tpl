@@ -328,6 +328,7 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- $known := list -}}
 {{- $asked := dict -}}
 {{- $shares := dict -}}
+{{- $owners := dict "config.model" "default" -}}
 {{- if $servesDefault -}}
 {{- $_ := set $asked (dig "model" "served_name" "" $v.config | default (base $v.config.model.path)) "config.model" -}}
 {{- range dig "model" "aliases" list $v.config -}}{{- $_ := set $asked . "config.model.aliases" -}}{{- end -}}
@@ -354,6 +355,7 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- $_ := set $asked . $here -}}
 {{- end -}}
 {{- $_ := set $shares (printf "%s.model" $here) (dig "model" "canary" dict $entry) -}}
+{{- $_ := set $owners (printf "%s.model" $here) $entry.name -}}
 {{- $path := dig "model" "path" "" $entry -}}
 {{- if and $isVllm $v.model.weights.enabled (not (include "kvferry.weightsAt" (dict "root" $ "folder" $path))) -}}
 {{- fail (printf "%s.model.path is %q: with model.weights it is the folder of a model that the volume is filled with, %s, of model.weights.also" $here $path (include "kvferry.weightsFolder" (dict "root" $ "path" "OWNER/NAME" "revision" "REVISION"))) -}}
@@ -375,7 +377,15 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- end -}}
 {{- range $path, $canary := $shares -}}
-{{- range $name, $_ := $canary -}}
+{{- $sum := 0.0 -}}
+{{- range $name, $percent := $canary -}}
+{{- if eq $name (get $owners $path) -}}
+{{- fail (printf "%s.canary names the model itself: what is left of 100 per cent is its own" $path) -}}
+{{- end -}}
+{{- $sum = addf $sum (float64 $percent) -}}
+{{- if gt $sum 100.0 -}}
+{{- fail (printf "%s.canary: the shares are over 100 per cent in all" $path) -}}
+{{- end -}}
 {{- if not (or (has $name $known) (and $servesDefault (eq $name "default"))) -}}
 {{- fail (printf "%s.canary names %q, which is no entry of config.models" $path $name) -}}
 {{- end -}}
