@@ -19,6 +19,7 @@ from kvferry import model_folder
 from kvferry.config import EngineConfig, ModelConfig
 from kvferry.engine.base import EngineRequest, RequestId, Sampling
 from kvferry.errors import ConfigError, ContextLengthExceeded, UnsupportedEngine
+from support.vllm_configs import vllm_config_of
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -99,31 +100,13 @@ async def test_gateways_have_the_context_of_the_overrides(folder: Path) -> None:
         await overridden.close()
 
 
-def vllm_config_of(folder: Path, **values: Any) -> Any:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from kvferry.engine.vllm.arguments import engine_arguments
-
-    arguments = engine_arguments(
-        str(folder),
-        ModelConfig(path=str(folder), **values),
-        EngineConfig(),
-        kv_transfer={"kv_role": "kv_consumer"},
-        events_endpoint="ipc:///tmp/a",
-        replay_endpoint="ipc:///tmp/b",
-    )
-    for name in ("kv_transfer_config", "kv_events_config", "worker_extension_cls"):
-        arguments.pop(name)
-    return AsyncEngineArgs(**arguments).create_engine_config()
-
-
 def test_pages_and_chunks_of_other_rotations_are_others(folder: Path) -> None:
     from kvferry.engine.vllm.plugins.chunk_layout import layout_fields
 
     other = {"rope_parameters": {**PARAMETERS, "factor": 4.5}, "max_position_embeddings": CONTEXT}
     layouts = {
         layout_fields(
-            vllm_config_of(folder, max_model_len=512, **values),
+            vllm_config_of(folder, ModelConfig(path=str(folder), max_model_len=512, **values)),
             model_name="m",
             weights_revision="w",
             blocks_per_chunk=4,

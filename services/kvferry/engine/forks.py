@@ -207,7 +207,7 @@ class ForkServer:
 
 
 def is_of_memory(error: BaseException | None) -> bool:
-    """Whether memory was short, which libraries tell as other faults."""
+    """Return whether memory was short, which libraries tell as other faults."""
     while error is not None:
         if isinstance(error, MemoryError):
             return True

@@ -18,6 +18,7 @@ from kvferry.errors import ConfigError, UnsupportedEngine
 from kvferry.pages.exchange import ARGUMENTS
 from kvferry.vllm_arguments import FREE_VARIABLES, RULES, Rule
 from support.engine_arguments import VALUES
+from support.vllm_configs import vllm_config_of
 
 pytest.importorskip("vllm")
 
@@ -37,22 +38,8 @@ TEN = {
 }
 
 
-def vllm_config_of(engine: EngineConfig) -> Any:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from kvferry.engine.vllm.arguments import engine_arguments
-
-    arguments = engine_arguments(
-        str(model_folder.resolve("default")),
-        ModelConfig(),
-        engine,
-        kv_transfer={"kv_role": "kv_consumer"},
-        events_endpoint="ipc:///tmp/a",
-        replay_endpoint="ipc:///tmp/b",
-    )
-    for name in ("kv_transfer_config", "kv_events_config", "worker_extension_cls"):
-        arguments.pop(name)
-    return AsyncEngineArgs(**arguments).create_engine_config()
+def config_of(engine: EngineConfig) -> Any:
+    return vllm_config_of(model_folder.resolve("default"), engine=engine)
 
 
 def test_every_argument_of_vllm_has_a_rule_and_no_other_has() -> None:
@@ -72,7 +59,7 @@ def test_every_argument_that_may_be_given_is_one_of_vllms_command_line() -> None
 def test_ten_arguments_reach_the_engines_configuration() -> None:
     from kvferry.engine.vllm.plugins.exchange_fields import exchange_fields
 
-    plain, given = vllm_config_of(EngineConfig()), vllm_config_of(EngineConfig(args=TEN))
+    plain, given = config_of(EngineConfig()), config_of(EngineConfig(args=TEN))
     assert given.model_config.seed == 7 != plain.model_config.seed
     assert given.cache_config.num_gpu_blocks_override == 123
     assert given.parallel_config.cpu_distributed_timeout_seconds == 55
@@ -162,7 +149,7 @@ def test_what_the_whole_configuration_refuses_names_the_argument(args: dict[str,
     (name,) = args
     args = {"watermark": 0.1, **args}
     with pytest.raises(Exception) as caught:
-        vllm_config_of(EngineConfig(args=args))
+        config_of(EngineConfig(args=args))
     message = refusal(caught.value, args, {})
     assert message.startswith(f"engine.args.{name}: vLLM refuses it: ")
     assert "watermark" not in message
@@ -216,9 +203,9 @@ def test_an_engine_does_not_start_with_what_would_end_it_later(
 
     (tmp_path / "node0").mkdir()
     engine = EngineConfig(args=args, max_num_batched_tokens=2048)
-    assert why_not_startable(vllm_config_of(engine), engine, {}, tmp_path).startswith(f"engine.args.{words}")
+    assert why_not_startable(config_of(engine), engine, {}, tmp_path).startswith(f"engine.args.{words}")
     fine = EngineConfig(args={"max_num_scheduled_tokens": 200, "num_gpu_blocks_override": 16})
-    assert why_not_startable(vllm_config_of(fine), fine, {}, tmp_path) == ""
+    assert why_not_startable(config_of(fine), fine, {}, tmp_path) == ""
 
 
 def test_a_variable_that_vllm_does_not_know_is_named() -> None:

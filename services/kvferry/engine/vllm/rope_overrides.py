@@ -1,4 +1,4 @@
-"""Rotations in the place of a model's own are of the base that it was trained with."""
+"""Checks that `model.hf_overrides` keep the base of rotations that a model was trained with."""
 
 from __future__ import annotations
 
