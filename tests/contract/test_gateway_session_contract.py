@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from msgspec import structs
 
 from kvferry import __version__
-from kvferry.engine.base import EngineOutput, FinishReason
+from kvferry.engine.base import EngineOutput, FinishReason, Turn
 from kvferry.engine.sim import Faults, SimEngine
 from kvferry.errors import EngineDead
 from kvferry.link import codec, gateway_session, outgoing_queue
@@ -18,6 +20,7 @@ from kvferry.link.flow_control import MAX_UNREAD_MESSAGES
 from kvferry.link.outgoing_queue import MAX_STEP_BYTES
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
+from kvferry.worker.turns import Turns
 from support.link_peers import (
     TRANSPORTS,
     Firehose,
@@ -188,6 +191,32 @@ async def test_cancelling_a_request_that_names_pages_elsewhere_releases_them_the
         await until(lambda: quiet(prefill) and quiet(engine), what="the offer is released")
         prefill.check()
         engine.check()
+
+
+@pytest.mark.parametrize("deadline_s", [None, 0.3])
+async def test_pages_of_a_request_that_leaves_while_it_waits_for_a_slot_are_released(
+    engine: SimEngine, transport: Transport, deadline_s: float | None
+) -> None:
+    async with serving(engine, turns=Turns(1)) as worker, simulated() as prefill:
+        gateway = Gateway(worker, transport)
+        await gateway.hello()
+        await gateway.submit(1, request("long", max_tokens=50_000, turn=Turn("a", 1.0)))
+        await until(lambda: engine.stats().num_running == 1)
+        last = [output async for output in prefill.generate(request("p", max_tokens=1, keep_for_transfer=True))][-1]
+        waiting = request("p", transfer_params=last.transfer_params, turn=Turn("b", 1.0))
+        if deadline_s is not None:
+            waiting = structs.replace(waiting, deadline_s=time.monotonic() + deadline_s)
+        await gateway.submit(2, waiting)
+        await until(lambda: worker._engine_stats().num_waiting == 1)
+        assert prefill.num_offers == 1
+        if deadline_s is None:
+            await gateway.cancel(2)
+        await gateway.read_ends(2)
+        await until(lambda: quiet(prefill), what="the offer is released")
+        assert worker.num_requests == 1
+        await gateway.cancel(1)
+        await gateway.read_ends(1)
+        await gateway.leave()
 
 
 async def test_cancels_of_unknown_and_finished_requests_are_ignored(gateway: Gateway) -> None:

@@ -8,7 +8,9 @@ import json
 import os
 import random
 import time
+from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -22,7 +24,8 @@ from kvferry.engine.base import (
     RequestId,
     Sampling,
 )
-from kvferry.errors import EngineError
+from kvferry.errors import EngineError, InvalidRequest
+from support.waiting import until
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
@@ -196,6 +199,36 @@ async def test_a_pull_after_the_lease_is_recomputed_exactly(vllm_pair: VllmPair)
     assert last.sources is not None
     assert (last.sources.local_compute, last.sources.external_kv_transfer) == (len(prompt), 0)
     await vllm_pair.prefill.release(transfer)
+
+
+async def test_pages_that_are_not_read_are_released_at_once(vllm_pair: VllmPair) -> None:
+    """The decode engine refuses the request, or its client leaves: their lease would keep the pages for minutes."""
+    prompt = vllm_pair.tokenize("Two quiet islands remember every letter that the slow ferry carries north " * 6)
+    greedy = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+    refused = msgspec.structs.replace(greedy, structured_outputs=json.dumps({"regex": "("}))
+
+    async def begin(name: str, sampling: Sampling) -> asyncio.Task[Any]:
+        kept = await prefill(vllm_pair.prefill, f"unread-{name}", prompt)
+        assert vllm_pair.prefill.stats().num_pages_used > num_used
+        request = EngineRequest(RequestId(name), prompt, sampling, transfer_params=kept, cache_salt=name)
+        return asyncio.create_task(answer(vllm_pair.decode, request))
+
+    async def released() -> None:
+        await until(lambda: vllm_pair.prefill.stats().num_pages_used <= num_used)
+
+    num_used = vllm_pair.prefill.stats().num_pages_used
+    await (await begin("read", greedy))  # the engines know each other from here on
+    await released()
+    with pytest.raises(InvalidRequest):
+        await (await begin("refused", refused))
+    await released()
+    for delay_s in (0.0, 0.002, 0.01):
+        left = await begin(f"left-{delay_s}", greedy)
+        await asyncio.sleep(delay_s)  # the client leaves at another point of the transfer each time
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        await released()
 
 
 @_CORES

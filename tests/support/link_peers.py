@@ -253,6 +253,9 @@ class Firehose:
     async def release(self, transfer_params: TransferParams) -> None:
         pass
 
+    async def decline(self, request: EngineRequest) -> None:
+        pass
+
     def stats(self) -> EngineStats:
         return EngineStats()
 

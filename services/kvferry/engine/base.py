@@ -493,6 +493,10 @@ class Engine(Protocol):
         """End the request with a last output ABORT. Ignores unknown ids."""
         ...
 
+    async def decline(self, request: EngineRequest) -> None:
+        """Tell the engine that keeps pages for a request, which `generate` never gets, that they can go."""
+        ...
+
     async def release(self, transfer_params: TransferParams) -> None:
         """Free kept pages whose parameters no decode engine received: it could read reused pages.
 

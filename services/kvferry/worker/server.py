@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 
 from kvferry import __version__, mutual_tls
 from kvferry.config import TlsConfig
@@ -295,7 +295,23 @@ class WorkerServer:
                 session.send_stats()
 
     def turn(self, request: EngineRequest) -> contextlib.AbstractAsyncContextManager[OnEngine]:
-        return _AT_ONCE if self._turns is None else self._turns.turn(request)
+        if self._turns is None:
+            return _AT_ONCE
+        turn = self._turns.turn(request)
+        return turn if request.transfer_params is None else self._turn_or_decline(turn, request)
+
+    @contextlib.asynccontextmanager
+    async def _turn_or_decline(
+        self, turn: contextlib.AbstractAsyncContextManager[OnEngine], request: EngineRequest
+    ) -> AsyncIterator[OnEngine]:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                on_engine = await stack.enter_async_context(turn)
+            except asyncio.CancelledError:
+                # The engine never gets the request, so it tells nothing to the one that keeps its pages.
+                self._ending.spawn(self._engine.decline(request))
+                raise
+            yield on_engine
 
     @property
     def tenant_times(self) -> Mapping[str, TenantTimes]:

@@ -38,12 +38,13 @@ class TestNixlConnector:
                 engine_id="e", block_size=block_size, physical_blocks_per_logical_kv_block=blocks_per_page
             )
 
+        name = b"agent"  # NIXL's names are bytes: a text made of one is the name of no agent, and its notices get lost
         worker = SimpleNamespace(
-            block_size=32, _physical_blocks_per_logical_kv_block=2, add_remote_agent=lambda meta, *a, **k: "agent"
+            block_size=32, _physical_blocks_per_logical_kv_block=2, add_remote_agent=lambda meta, *a, **k: name
         )
         refuse_unequal_block_sizes(worker)
-        assert worker.add_remote_agent(remote(64), remote_tp_size=1) == "agent"
-        assert worker.add_remote_agent(remote(32, 2)) == "agent"
+        assert worker.add_remote_agent(remote(64), remote_tp_size=1) is name
+        assert worker.add_remote_agent(remote(32, 2)) is name
         with pytest.raises(RuntimeError, match="has 32 tokens per page, this engine has 64"):
             worker.add_remote_agent(remote(32))
 

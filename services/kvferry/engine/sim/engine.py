@@ -277,8 +277,7 @@ class SimEngine:
                     await self._sleep(LONG_PROMPT_PAUSE_S if is_burst else 0)
                     sequence = self._admit(request)
         except (InvalidRequest, EngineDead, asyncio.CancelledError):
-            if request.transfer_params is not None:
-                self._fetcher.release(ticket_of(request.transfer_params))
+            await self.decline(request)
             raise
         try:
             parsed = self._parsed_answer(request) if request.parse is not None else None
@@ -303,6 +302,10 @@ class SimEngine:
             self._remove(sequence)
             last = EngineOutput(token_ids=(), text="", finish_reason=FinishReason.ABORT, sources=sequence.sources)
             sequence.outputs.put(last)
+
+    async def decline(self, request: EngineRequest) -> None:
+        if request.transfer_params is not None:
+            self._fetcher.release(ticket_of(request.transfer_params))
 
     async def release(self, transfer_params: TransferParams) -> None:
         self._release(transfer_params)

@@ -283,23 +283,21 @@ class VllmEngine:
         if llm is None:
             raise EngineDead("the engine was stopped")
         transfer = _transfer_params(request)
-        validate_adapter(request)
-        validate_continuation(request)
-        validate_images(request)
-        prompt = _prompt(request, llm)
-        request = without_features(request)
-        finished = False
-        if request.continued is not None:
-            self._continuations.expect(request_id, request.continued, request.sampling.min_tokens)
+        finished = reached = False
         num_queued = 0 if request.transfer_params is not None else len(request.prompt_token_ids)
         new_floors = self._new_floors
         self._num_queued_prompt_tokens += num_queued
         try:
+            prompt = _prompt(request, llm)
+            request = without_features(request)
+            if request.continued is not None:
+                self._continuations.expect(request_id, request.continued, request.sampling.min_tokens)
             params, parsed, options = self._prepare(request, transfer)
             assert self._validator is not None
             await self._validator.validate(params)
             if request.adapter:
                 options["lora_request"] = await self._adapters.lora_request(request.adapter, llm)
+            reached = True
             async for output in llm.generate(prompt, params, request_id, **options):
                 if new_floors is not None and self._new_floors is new_floors:
                     self._new_floors = None
@@ -322,13 +320,17 @@ class VllmEngine:
         except EngineDeadError:
             raise EngineDead("the engine's process died") from None
         except (VLLMClientError, ValueError) as error:
+            reached = False
             raise InvalidRequest(str(error), param=getattr(error, "parameter", None)) from None
         finally:
             self._num_queued_prompt_tokens -= num_queued
             self._prompt_sources.pop(request_id)
             self._continuations.forget(request_id)
             if not finished and not llm.errored:
-                await self._withdraw(request_id, transfer)
+                if request_id in llm.output_processor.external_req_ids:
+                    await llm.abort(request_id)
+                elif not reached:
+                    await self.decline(request)
 
     def _prepare(
         self, request: EngineRequest, transfer: dict[str, Any] | None
@@ -359,12 +361,10 @@ class VllmEngine:
             options["kv_hints"] = to_kv_hints(request.request_id, request.tier or TierHints(), request.trace, floors)
         return params, parsed, options
 
-    async def _withdraw(self, request_id: RequestId, transfer: dict[str, Any] | None) -> None:
-        """End an unread request; if it never reached vLLM, release its prefill engine's pages."""
-        if request_id in self._llm.output_processor.external_req_ids:
-            await self._llm.abort(request_id)
-        elif transfer is not None and transfer.get("do_remote_prefill"):
-            await self._llm.notify_kv_transfer_request_rejected(request_id, transfer)
+    async def decline(self, request: EngineRequest) -> None:
+        transfer, llm = request.transfer_params, self._llm
+        if transfer is not None and transfer.get("do_remote_prefill") and llm is not None and not llm.errored:
+            await llm.notify_kv_transfer_request_rejected(request.request_id, dict(transfer))
 
     async def abort(self, request_id: RequestId) -> None:
         if self._llm is not None and not self._llm.errored:
@@ -466,9 +466,12 @@ def _transfer_params(request: EngineRequest) -> dict[str, Any] | None:
 
 
 def _prompt(request: EngineRequest, llm: Any) -> Any:
-    """Return vLLM's input. Raises InvalidRequest for images that the model cannot have."""
+    """Return vLLM's input. Raises InvalidRequest."""
     from vllm.inputs.engine import tokens_input
 
+    validate_adapter(request)
+    validate_continuation(request)
+    validate_images(request)
     if not request.images:
         return tokens_input(list(request.prompt_token_ids), cache_salt=request.page_salt or None)
     from kvferry.engine.vllm.image_models import image_prompt

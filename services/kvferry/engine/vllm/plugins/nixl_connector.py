@@ -85,7 +85,7 @@ def refuse_unequal_block_sizes(worker: NixlBaseConnectorWorker) -> None:
     """Fail the handshake if the remote engine's pages hold another number of tokens."""
     add_remote_agent = worker.add_remote_agent
 
-    def checked(remote: Any, *args: Any, **kwargs: Any) -> str:
+    def checked(remote: Any, *args: Any, **kwargs: Any) -> Any:
         here = worker.block_size * worker._physical_blocks_per_logical_kv_block
         there = remote.block_size * remote.physical_blocks_per_logical_kv_block
         if there != here:
@@ -93,6 +93,6 @@ def refuse_unequal_block_sizes(worker: NixlBaseConnectorWorker) -> None:
                 f"engine {remote.engine_id} has {there} tokens per page, this engine has {here}: "
                 "prefill and decode workers must be configured with the same engine.block_size"
             )
-        return str(add_remote_agent(remote, *args, **kwargs))
+        return add_remote_agent(remote, *args, **kwargs)
 
     worker.add_remote_agent = checked
