@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -112,3 +114,17 @@ def test_a_fork_that_cannot_be_made_ends_the_wait(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ForkServer, "run", fails)
     verdict = run_in_fork(_end, b"", ForkLimits(cpu_s=1.0, wall_s=1.0, memory_bytes=1 << 20))
     assert verdict == Verdict(Outcome.LATE, "no fork could be made: [Errno 24] Too many open files")
+
+
+def test_a_fork_keeps_no_connection_of_the_process_it_comes_from() -> None:
+    """A connection ends for its client when the last process closes it."""
+    client, server = socket.socketpair()
+
+    def sockets(_: bytes) -> bytes:
+        return b" ".join(bytes(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+
+    with client, server:
+        verdict = run_in_fork(sockets, b"", ForkLimits(cpu_s=30.0, wall_s=60.0, memory_bytes=256 << 20))
+    assert verdict.outcome is Outcome.OK
+    assert b"/dev/null" in verdict.result
+    assert b"socket:" not in verdict.result

@@ -151,9 +151,7 @@ class ForkServer:
             return
         if not pid:
             try:
-                os.close(read_end)
-                self._connection.close()
-                _close_standard_files()
+                _close_inherited(write_end)
                 _limit(self._limits, parent)
                 _write(write_end, msgspec.msgpack.encode(self._verdict(asked.payload)))
             finally:
@@ -246,9 +244,11 @@ def run_in_fork(work: Callable[[bytes], bytes], payload: bytes, limits: ForkLimi
     return answered.verdict
 
 
-def _close_standard_files() -> None:
-    # The input is the connection, on which a fork could answer for others; libraries complain of inputs on the output
-    # for errors, which is the gateway's log, and clients would fill it.
+def _close_inherited(kept: int) -> None:
+    # A fork could answer for others on the connection, and keeps those of a serving process open after it closed them.
+    # Libraries complain of inputs on the output for errors, which is the gateway's log, and clients would fill it.
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)

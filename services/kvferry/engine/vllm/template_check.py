@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from jinja2 import TemplateError
+
 from kvferry.config import ModelConfig
 from kvferry.engine.forks import ForkLimits, Outcome, is_of_memory, run_in_fork
 from kvferry.engine.vllm.chat_template import KEY
@@ -20,7 +22,10 @@ _MAX_REASON_CHARS = 300
 
 
 def check_template(online: Any, model: ModelConfig, limits: ForkLimits = LIMITS) -> None:
-    """Raises ConfigError for a template that fails for each of _CHATS, or exceeds a limit."""
+    """Raises ConfigError for a template that fails for each of _CHATS, or exceeds a limit.
+
+    Logs a warning for one that refuses them by raise_exception: it may take other messages.
+    """
     verdict = run_in_fork(lambda _: _render(online), b"", limits)
     reason = printable(" ".join(verdict.reason.split()))[:_MAX_REASON_CHARS]
     why = {
@@ -29,16 +34,20 @@ def check_template(online: Any, model: ModelConfig, limits: ForkLimits = LIMITS)
         Outcome.MEMORY: f"it takes more than {limits.memory_bytes >> 20} MiB for an ordinary message",
         Outcome.CRASHED: f"the process that renders an ordinary message with it crashes: {reason}",
     }
+    whose = f"{KEY}: {str(model.chat_template)[:300]}"
+    if model.chat_template is None:
+        whose = f"model.path: the model's own chat template ({KEY} can name another)"
+    if verdict.result:
+        reason = printable(" ".join(verdict.result.decode().split()))[:_MAX_REASON_CHARS]
+        log.warning("%s: %s", whose, f"it refuses an ordinary message, with a system message and without: {reason}")
     if verdict.outcome in why:
-        whose = f"{KEY}: {str(model.chat_template)[:300]}"
-        if model.chat_template is None:
-            whose = f"model.path: the model's own chat template ({KEY} can name another)"
         raise ConfigError(f"{whose}: {why[verdict.outcome]}", param=KEY)
     if verdict.outcome is not Outcome.OK:
         log.warning("the chat template is unchecked: the machine is too busy to render a message with it")
 
 
 def _render(online: Any) -> bytes:
+    """Return the reason of a template that refuses the messages itself, or nothing."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.renderers.chat_utils import ChatTemplateResolutionError
 
@@ -56,6 +65,14 @@ def _render(online: Any) -> bytes:
             first = first or error
         else:
             return b""
+    if first is not None and _is_raised_by_template(first):
+        return (str(first) or "no reason").encode()
     if first is not None:
         raise ValueError(str(first) or type(first).__name__)
     return b""
+
+
+def _is_raised_by_template(error: BaseException | None) -> bool:
+    while error is not None and type(error) is not TemplateError:  # faults of a template are of derived types
+        error = error.__cause__ or error.__context__
+    return error is not None
