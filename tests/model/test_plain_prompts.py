@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from kvferry import model_folder
 from kvferry.config import ModelConfig
@@ -274,6 +275,32 @@ async def test_token_ids_of_sampling_are_in_the_vocabulary(renderer: VllmRendere
     with pytest.raises(InvalidRequest, match=f"{field}: {last + 1} is not a token id of this model") as refused:
         await render(last + 1)
     assert refused.value.param == field
+
+
+async def test_allowed_tokens_that_other_fields_exclude_are_refused(renderer: VllmRenderer) -> None:
+    """vLLM masks all tokens then, and answers with any."""
+    tokenizer = Tokenizer.from_file(str(model_folder.resolve("default") / "tokenizer.json"))
+    (river,), (ferry,) = (tokenizer.encode(text, add_special_tokens=False).ids for text in (" river", " with"))
+    end = tokenizer.token_to_id("<|im_end|>")
+
+    async def render(**fields: Any) -> None:
+        await renderer.render_completion({"prompt": "x", "max_tokens": 4, **fields})
+        await renderer.render_chat({"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **fields})
+
+    await render(allowed_token_ids=[river, ferry], bad_words=["river"], min_tokens=1)
+    await render(allowed_token_ids=[river, end], min_tokens=1)
+    await render(allowed_token_ids=[end])
+    await render(allowed_token_ids=[river], stop_token_ids=[river])
+    for fields, words in (
+        ({"allowed_token_ids": [river, ferry], "bad_words": ["river", "with"]}, "bad_words exclude all of them"),
+        ({"allowed_token_ids": [end], "min_tokens": 1}, "all of them end the answer"),
+        ({"allowed_token_ids": [end], "min_tokens": 1, "ignore_eos": True}, "all of them end the answer"),
+        ({"allowed_token_ids": [river], "stop_token_ids": [river], "min_tokens": 1}, "all of them end the answer"),
+        ({"allowed_token_ids": [river, end], "bad_words": ["river"], "min_tokens": 1}, "all of them end the answer"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^allowed_token_ids: {words}") as refused:
+            await render(**fields)
+        assert refused.value.param == "allowed_token_ids"
 
 
 STRUCTURES = (

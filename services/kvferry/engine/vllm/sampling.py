@@ -53,6 +53,21 @@ def from_vllm(params: SamplingParams) -> Sampling:
     return Sampling(structured_outputs=_structured_to_json(params.structured_outputs), **values)
 
 
+def check_allowed_tokens(params: SamplingParams, model_config: Any, renderer: Any) -> None:
+    """Raises InvalidRequest where other fields exclude all of `allowed_token_ids`: vLLM would answer with others."""
+    params = params.clone()
+    params.update_from_generation_config(model_config.try_get_generation_config(), renderer.get_eos_token_id())
+    params.update_from_tokenizer(renderer.get_tokenizer())
+    excluded = {token_ids[0] for token_ids in params.bad_words_token_ids or () if len(token_ids) == 1}
+    left = set(params.allowed_token_ids or ()) - excluded
+    if not left:
+        raise InvalidRequest("allowed_token_ids: bad_words exclude all of them", param="allowed_token_ids")
+    if params.min_tokens and not left - params.all_stop_token_ids:
+        raise InvalidRequest(
+            "allowed_token_ids: all of them end the answer, which min_tokens does not allow", param="allowed_token_ids"
+        )
+
+
 def to_vllm(sampling: Sampling, *, transfer_params: dict[str, Any] | None, num_given: int = 0) -> SamplingParams:
     """`num_given` of the prompt's tokens belong to the answer. Raises InvalidRequest for values that vLLM refuses."""
     extra_args: dict[str, Any] = {"kv_transfer_params": transfer_params} if transfer_params else {}

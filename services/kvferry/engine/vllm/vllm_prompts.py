@@ -73,7 +73,7 @@ class VllmPrompts:
 
         plain = {key: value for key, value in body.items() if key not in ("max_tokens", "max_completion_tokens")}
         request = await self._render(render, ChatCompletionRequest, plain)
-        rendered = _as_rendered(request)
+        rendered = self._as_rendered(request)
         # Engines use it only with a grammar.
         reasoning_ended = request.reasoning_ended if rendered.sampling.structured_outputs else None
         parse = parse_of(body, self._model, chat_template_kwargs, reasoning_ended=reasoning_ended)
@@ -87,7 +87,7 @@ class VllmPrompts:
         rendered = await self._render(self.serving.render_completion_request, CompletionRequest, plain)
         if isinstance(body["prompt"], list):
             self._check_vocabulary(rendered)
-        return [_as_rendered(one) for one in rendered]
+        return [self._as_rendered(one) for one in rendered]
 
     def require_image_processor(self) -> None:
         """Raises ConfigError where the model's image processor cannot be made."""
@@ -101,6 +101,14 @@ class VllmPrompts:
                 "belong beside the tokenizer; with gateway.images.max_per_request 0 no images are taken",
                 param="model",
             ) from None
+
+    def _as_rendered(self, request: Any) -> Rendered:
+        from kvferry.engine.vllm.sampling import check_allowed_tokens, from_vllm
+
+        params = request.sampling_params
+        if params.allowed_token_ids:
+            check_allowed_tokens(params, self.model_config, self.online.renderer)
+        return Rendered(array("I", request.token_ids), from_vllm(params))
 
     def _check_vocabulary(self, rendered: Sequence[Any]) -> None:
         """vLLM leaves this to the engine, which cannot name the field."""
@@ -173,12 +181,6 @@ def _from_vllm(message: str, param: str | None) -> KvferryError:
     if "context length" in message or "maximum model length" in message:
         return ContextLengthExceeded(first_line, param=param)
     return InvalidRequest(first_line, param=param)
-
-
-def _as_rendered(request: Any) -> Rendered:
-    from kvferry.engine.vllm.sampling import from_vllm
-
-    return Rendered(array("I", request.token_ids), from_vllm(request.sampling_params))
 
 
 def _online_renderer(config: Any, model: ModelConfig) -> Any:
