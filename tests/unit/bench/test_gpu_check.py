@@ -338,9 +338,15 @@ def test_long_logs_and_reasons_are_cut(tmp_path: Path) -> None:
     assert time.monotonic() - begun_s < 30
 
 
-def test_a_report_names_plots_and_escapes_cells(tmp_path: Path) -> None:
-    (tmp_path / "rag" / "rag").mkdir(parents=True)
-    (tmp_path / "rag" / "rag" / "ttft.png").write_bytes(b"")
-    text = report.render(tmp_path, [Outcome("rag", "a | b", "passed")], {}, [])
+def test_a_report_names_plots_and_escapes_cells() -> None:
+    text = report.render([Outcome("rag", "a | b", "passed", plots=["rag/rag/ttft.png"])], {}, [])
     assert "![rag/rag/ttft.png](rag/rag/ttft.png)" in text
     assert "a \\| b" in text
+
+
+def test_plots_of_an_earlier_run_are_not_those_of_this_one(tmp_path: Path) -> None:
+    (old := tmp_path / "rag" / "old.png").parent.mkdir()
+    old.write_bytes(b"")
+    os.utime(old, (1, 1))
+    program = f"open({str(old.with_name('new.png'))!r}, 'w'); raise SystemExit(1)"
+    assert run_part(part("rag", program), tmp_path / "rag", 60.0).plots == ["rag/new.png"]
