@@ -84,6 +84,7 @@ def nvidia_smi(folder: Path, script: str) -> Path:
         ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "version mismatch"),
         ("echo", "nvidia-smi lists none"),
         ("echo 'NVIDIA A100, 81559, 8.0, 535.1'", "the driver 535.1 is too old"),
+        (r"printf 'NVIDIA \377, 81559, 8.0, 535.1\n'", "the driver 535.1 is too old"),
     ],
 )
 def test_without_a_gpu_it_says_so_and_installs_nothing(tmp_path: Path, script: str | None, said: str) -> None:
