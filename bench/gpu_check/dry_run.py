@@ -77,7 +77,8 @@ def _command(part: Part, folder: Path) -> Iterator[str]:
             cwd=ROOT,
             env=os.environ | part.environment() | {"PYTHONPATH": import_path()},
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=LIMIT_S,
             check=False,
         )

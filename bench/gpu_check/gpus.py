@@ -33,7 +33,8 @@ def gpus_here() -> list[Gpu]:
         done = subprocess.run(
             [program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=_TIMEOUT_S,
             check=False,
         )

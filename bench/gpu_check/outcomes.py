@@ -11,6 +11,8 @@ from typing import Any
 from bench.gpu_check.parts import Part
 
 RESULTS = "tests.xml"
+_PLOTS = ("*.html", "*.png")
+_MAX_PLOTS = 20
 MAX_REASON_CHARS = 600
 _MAX_LOG_BYTES = 1 << 20
 _MAX_TESTS_NAMED = 8
@@ -49,6 +51,12 @@ def figures_of(part: Part, out: Path) -> dict[str, Any]:
     counts = {result: sum(each == result for _, each, _ in tests) for result in ("passed", "failed", "skipped")}
     skipped = sorted({f"{name}: {reason}" for name, result, reason in tests if result == "skipped"})
     return {**counts, **({"skipped tests": skipped} if skipped else {})}
+
+
+def plots_of(out: Path, begun_unix_ns: int) -> list[str]:
+    """Return plots below a part's folder that it wrote itself: those of an earlier run may lie beside them."""
+    files = sorted(file for pattern in _PLOTS for file in out.rglob(pattern))
+    return [file.relative_to(out).as_posix() for file in files if file.stat().st_mtime_ns >= begun_unix_ns][:_MAX_PLOTS]
 
 
 def _tests(out: Path) -> list[tuple[str, str, str]] | None:

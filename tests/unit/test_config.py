@@ -537,6 +537,14 @@ def test_models_that_make_no_sense_are_refused(sections: dict[str, Any], said: s
     assert said in fault(**{"engine": {"kind": "sim"}, **sections})
 
 
+def test_shares_of_100_per_cent_are_taken_whatever_their_sum_is_in_binary() -> None:
+    shares = {"a": 33.1, "b": 33.2, "c": 33.7}
+    assert sum(shares.values()) > 100
+    models = [{"name": name} for name in shares]
+    config = parse({"engine": {"kind": "sim"}, "model": {"canary": shares}, "models": models})
+    assert dict(config.model.canary) == shares
+
+
 def test_a_model_has_a_configuration_of_its_own_that_no_other_changes() -> None:
     beta = {
         "name": "beta",

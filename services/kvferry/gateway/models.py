@@ -373,7 +373,12 @@ class Models:
         if model.identity is None:
             await self._identify(model)
             self._on_change()
-        renderer = await asyncio.to_thread(self._make_renderer, model.config, model.folder)
+        making = asyncio.create_task(asyncio.to_thread(self._make_renderer, model.config, model.folder))
+        try:
+            renderer = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            self._closing.spawn(_close_made(making))  # its thread goes on
+            raise
         renderer.start()
         model.renderer = renderer
         if model not in tuple(self):
@@ -387,6 +392,11 @@ class Models:
             if model.renderer is not None:
                 self._past_outcomes = _sum(self._past_outcomes, model.renderer.outcomes)
             model.retire(self._closing)
+
+
+async def _close_made(making: asyncio.Task[Renderer]) -> None:
+    with contextlib.suppress(Exception):  # of a load that nothing waits for
+        await (await making).close()
 
 
 def _sum(one: RenderOutcomes, other: RenderOutcomes) -> RenderOutcomes:

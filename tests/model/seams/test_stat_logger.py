@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from pathlib import Path
 
 import pytest
+
+from bench.tiny_models import make_model
+from support.vllm_configs import vllm_config_of
 
 from .support import parameters
 
@@ -39,6 +44,31 @@ class TestStatLogger:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
         assert {"bytes_transferred", "num_failed_transfers"} <= NixlKVConnectorStats().data.keys()
+
+    def test_adapters_in_use_make_no_series(self, tmp_path: Path) -> None:
+        from vllm.config.lora import LoRAConfig
+        from vllm.v1.metrics.loggers import StatLoggerManager
+        from vllm.v1.metrics.prometheus import get_prometheus_registry, unregister_vllm_metrics
+        from vllm.v1.metrics.stats import LoRARequestStates, SchedulerStats
+
+        from kvferry.engine.vllm.stat_logger import EngineStatLogger
+
+        config = vllm_config_of(make_model("llama", tmp_path / "llama"))
+        config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=2, max_cpu_loras=2)
+        try:
+            loggers = StatLoggerManager(config, custom_stat_loggers=[EngineStatLogger])
+            for in_use in itertools.permutations("abcd"):
+                states = LoRARequestStates(log_stats=True)
+                for name in in_use:
+                    states.request_waiting(f"r-{name}", name)
+                stats = SchedulerStats()
+                states.update_scheduler_stats(stats)
+                assert stats.waiting_lora_adapters
+                loggers.record(stats, None)
+            families = get_prometheus_registry().collect()
+            assert sum(len(each.samples) for each in families if each.name == "vllm:lora_requests_info") == 1
+        finally:
+            unregister_vllm_metrics()
 
     def test_a_report_on_tenants_is_taken_before_loggers_of_vllm_see_it(self) -> None:
         from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import random
@@ -288,12 +289,17 @@ class Steps:
         *,
         due: int = 0,
         floors: NewFloors | None = None,
+        adapter: int = 0,
     ) -> Any:
+        from vllm.lora.request import LoRARequest
+
         from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
 
         request = self.requests.request(tokens, hints.namespace.tenant if hints is not None else "", max_tokens)
         request.kv_hints = None if hints is None else to_kv_hints("r", hints, floors=floors)
         request.priority = due
+        if adapter:
+            request.lora_request = LoRARequest(f"adapter-{adapter}", adapter, "/adapters")
         self.scheduler.add_request(request)
         return request
 
@@ -561,11 +567,48 @@ def test_only_begun_requests_are_left_out_and_none_is_forgotten(vllm_config: Any
     assert all(request.num_output_tokens == request.max_tokens for request in ended)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_step_has_more_adapters_than_vllm_takes(vllm_config: Any, is_async: bool) -> None:
+    steps = Steps(with_adapters(vllm_config, 1), is_async=is_async)
+    long = steps.add([1] * 66, None, due=100, adapter=1).request_id
+    assert steps.step() == {long: 64}
+    first = steps.add([2] * 70, None, due=50, adapter=2).request_id
+    assert steps.step() == {long: 2}
+    assert steps.step() == {first: 64}
+    steps.run()
+
+
+@pytest.mark.parametrize("max_adapters", [1, 2, 3])
+def test_prompts_of_many_adapters_end(vllm_config: Any, max_adapters: int) -> None:
+    chance, steps = random.Random(6), Steps(with_adapters(vllm_config, max_adapters), is_async=False)
+    num_passed = 0
+    ended: list[Any] = []
+    for _ in range(600):
+        if len(steps.scheduler.requests) < 5:
+            tokens = [chance.randrange(9)] * chance.choice((3, 20, 60, 90))
+            due, adapter = chance.randrange(1000), chance.randrange(4)
+            ended.append(steps.add(tokens, None, chance.randint(1, 5), due=due, adapter=adapter))
+        begun = {request.request_id for request in steps.scheduler.running if request.is_prefill_chunk}
+        num_passed += not begun <= steps.step().keys()
+    steps.run()
+    assert num_passed
+    assert all(request.num_output_tokens == request.max_tokens for request in ended)
+
+
+def with_adapters(vllm_config: Any, max_adapters: int) -> Any:
+    from vllm.config.lora import LoRAConfig
+
+    config = copy.copy(vllm_config)
+    config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=max_adapters, max_cpu_loras=max_adapters)
+    return config
+
+
 def test_vllm_schedules_by_what_we_change() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     source = inspect.getsource(Scheduler.schedule)
     assert source.count("self.max_num_active_reqs") == 1
+    assert source.count("for req in scheduled_running_reqs") == 1  # whose adapters it counts
     assert source.count("self.adaptive_long_prefill_threshold") == 1
     assert source.count("self.scheduler_config.long_prefill_token_threshold") == 1
     assert "request_queue = self.kv_holding_waiting\n" in source

@@ -84,6 +84,7 @@ def nvidia_smi(folder: Path, script: str) -> Path:
         ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "version mismatch"),
         ("echo", "nvidia-smi lists none"),
         ("echo 'NVIDIA A100, 81559, 8.0, 535.1'", "the driver 535.1 is too old"),
+        (r"printf 'NVIDIA \377, 81559, 8.0, 535.1\n'", "the driver 535.1 is too old"),
     ],
 )
 def test_without_a_gpu_it_says_so_and_installs_nothing(tmp_path: Path, script: str | None, said: str) -> None:
@@ -338,9 +339,15 @@ def test_long_logs_and_reasons_are_cut(tmp_path: Path) -> None:
     assert time.monotonic() - begun_s < 30
 
 
-def test_a_report_names_plots_and_escapes_cells(tmp_path: Path) -> None:
-    (tmp_path / "rag" / "rag").mkdir(parents=True)
-    (tmp_path / "rag" / "rag" / "ttft.png").write_bytes(b"")
-    text = report.render(tmp_path, [Outcome("rag", "a | b", "passed")], {}, [])
+def test_a_report_names_plots_and_escapes_cells() -> None:
+    text = report.render([Outcome("rag", "a | b", "passed", plots=["rag/rag/ttft.png"])], {}, [])
     assert "![rag/rag/ttft.png](rag/rag/ttft.png)" in text
     assert "a \\| b" in text
+
+
+def test_plots_of_an_earlier_run_are_not_those_of_this_one(tmp_path: Path) -> None:
+    (old := tmp_path / "rag" / "old.png").parent.mkdir()
+    old.write_bytes(b"")
+    os.utime(old, (1, 1))
+    program = f"open({str(old.with_name('new.png'))!r}, 'w'); raise SystemExit(1)"
+    assert run_part(part("rag", program), tmp_path / "rag", 60.0).plots == ["rag/new.png"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -160,6 +161,31 @@ async def test_a_model_that_comes_back_while_its_load_is_cancelled_is_loaded() -
     files.append("x")
     await until(lambda: not served.models.missing())
     await served.models.close()
+
+
+async def test_what_a_cancelled_load_made_is_closed() -> None:
+    made: list[SimRenderer] = []
+    closed: list[SimRenderer] = []
+    may_go_on = threading.Event()
+
+    class Closing(SimRenderer):
+        async def close(self) -> None:
+            closed.append(self)
+
+    def make_renderer(config: configuration.ClusterConfig, folder: str) -> SimRenderer:
+        if config.model.path == "x":
+            made.append(Closing(512))
+            assert may_go_on.wait(30)
+            return made[-1]
+        return SimRenderer(512)
+
+    served, _ = await started(make_renderer=make_renderer)
+    await until(lambda: bool(made))
+    served.models.apply(configuration.parse({**served.config.model_dump(), "models": []}))
+    may_go_on.set()
+    await until(lambda: closed == made)
+    await served.models.close()
+    assert len(closed) == 1
 
 
 async def test_a_model_is_not_ready_before_it_is_loaded_and_a_long_list_is_cut() -> None:

@@ -49,6 +49,9 @@ _PATTERN_KEY = re.compile(r"[A-Za-z0-9_.]{1,200}")
 _MAX_PATTERNS = 4096
 _MAX_ALPHA = 1e6
 _MAX_WEIGHT = 65_504
+# Times that an adapter may enlarge the largest number of a layer's input. The third power counts, in a gated MLP, and
+# float32 and bfloat16 hold 3e38.
+_MAX_GROWTH = 1e6
 
 Shape = tuple[int, ...]
 _Value = TypeVar("_Value")
@@ -92,7 +95,7 @@ def stage(adapters: AdaptersConfig, model_folder: Path, into: Path) -> list[Stag
             base = _shapes_of_model(model_folder)
         with _naming(key, source / WEIGHTS):
             check_shapes(read_header(folder / WEIGHTS), ranks, base)
-            check_values(folder / WEIGHTS)
+            check_values(folder / WEIGHTS, ranks)
         staged.append(StagedAdapter(name, digest.hexdigest()[:32], folder))
     return staged
 
@@ -101,6 +104,9 @@ def stage(adapters: AdaptersConfig, model_folder: Path, into: Path) -> list[Stag
 class Ranks:
     rank: int
     by_module: Mapping[str, int]
+    alpha: float
+    alpha_by_module: Mapping[str, float]
+    is_stabilized: bool  # rsLoRA
 
     @classmethod
     def of(cls, config: Mapping[str, Any], max_rank: int) -> Ranks:
@@ -111,13 +117,13 @@ class Ranks:
             if config.get(field) is None:
                 raise ValueError(f"{field} is missing")
         rank, alpha, bias, init = config["r"], config["lora_alpha"], config.get("bias"), config.get("init_lora_weights")
-        by_module = _pattern(config, "rank_pattern")
+        by_module, alpha_by_module = _pattern(config, "rank_pattern"), _pattern(config, "alpha_pattern")
         for each in (rank, *by_module.values()):
             if not _is_whole(each) or each < 1:
                 raise ValueError(f"a rank is a whole number above 0, not {str(each)[:80]!r}")
             if each > max_rank:
                 raise ValueError(f"its rank is {each}, above adapters.max_rank ({max_rank})")
-        for each in (alpha, *_pattern(config, "alpha_pattern").values()):
+        for each in (alpha, *alpha_by_module.values()):
             # Python's whole numbers have no limit, and a scale that float32 cannot hold makes every product infinite.
             if isinstance(each, bool) or not isinstance(each, int | float) or not abs(each) <= _MAX_ALPHA:
                 raise ValueError(f"lora_alpha is a number of at most {_MAX_ALPHA:g}, not {str(each)[:80]!r}")
@@ -127,11 +133,15 @@ class Ranks:
             raise ValueError(f"init_lora_weights is {init[:80]!r}: the model's own weights would have to change too")
         if used := [feature for feature in _REFUSED_FEATURES if config.get(feature)]:
             raise ValueError(f"{used[0]} is set; only plain LoRA matrices of linear layers are served")
-        return cls(rank, by_module)
+        return cls(rank, by_module, alpha, alpha_by_module, bool(config.get("use_rslora")))
 
     def of_module(self, module: str) -> int:
         rank = match_pattern(self.by_module, module)
         return self.rank if rank is None else rank
+
+    def scale_of(self, module: str) -> float:
+        alpha, rank = match_pattern(self.alpha_by_module, module), self.of_module(module)
+        return abs(self.alpha if alpha is None else alpha) / (math.sqrt(rank) if self.is_stabilized else rank)
 
 
 def match_pattern(pattern: Mapping[str, _Value], name: str) -> _Value | None:
@@ -176,18 +186,28 @@ def check_shapes(tensors: Mapping[str, tuple[str, Shape]], ranks: Ranks, base: M
                 )
 
 
-def check_values(file: Path) -> None:
-    """Raise ValueError for a weight that is infinite, no number, or more than half precision can hold."""
+def check_values(file: Path, ranks: Ranks) -> None:
+    """Raise ValueError for weights with which pages could hold what is no number."""
     # KV pages with NaN spoil answers of others: a kernel multiplies what an earlier request has left in a page by 0.
     from safetensors import SafetensorError, safe_open
 
+    growths: dict[str, float] = {}
     try:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                if not bool((tensors.get_tensor(name).abs() <= _MAX_WEIGHT).all()):
+                values = tensors.get_tensor(name).abs()
+                if not bool((values <= _MAX_WEIGHT).all()):
                     raise ValueError(f"{name[:200]} has a value that is no number, or above {_MAX_WEIGHT}")
+                module = name.rpartition(".lora_")[0].removeprefix("base_model.model.")
+                growths[module] = growths.get(module, ranks.scale_of(module)) * float(values.double().sum(1).max())
     except SafetensorError as error:
         raise ValueError(f"safetensors cannot read it: {str(error)[:200]}") from None
+    for module, growth in growths.items():
+        if growth > _MAX_GROWTH:
+            raise ValueError(
+                f"{module[:200]} may enlarge its input {growth:.3g} times: lora_alpha and weights give more than "
+                f"{_MAX_GROWTH:g}, with which numbers of the model could become infinite"
+            )
 
 
 def read_header(file: Path) -> dict[str, tuple[str, Shape]]:

@@ -39,6 +39,9 @@ class EngineStatLogger(StatLoggerBase):  # type: ignore[misc]
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         if scheduler_stats is not None:
+            # vLLM would make a series of each order in which adapters are in use, and keep it.
+            scheduler_stats.running_lora_adapters = {}
+            scheduler_stats.waiting_lora_adapters = {}
             # Once per step, also for steps without output.
             self.num_steps += 1
             self.num_running = scheduler_stats.num_running_reqs

@@ -267,6 +267,33 @@ def test_weights_that_are_no_numbers_are_refused(
     refused(tmp_path, adapter / WEIGHTS, "has a value that is no number, or above 65504")
 
 
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({"lora_alpha": 4}, 1e6),
+        ({"lora_alpha": -8}, 5e5),
+        ({"lora_alpha": 4, "use_rslora": True}, 5e5),
+        ({"lora_alpha": 0, "alpha_pattern": {"q_proj": 400}}, 1e4),
+    ],
+)
+def test_weights_whose_product_makes_numbers_infinite_are_refused(
+    tmp_path: Path, model: Path, adapter: Path, config: dict[str, Any], limit: float
+) -> None:
+    """Of `q_proj`, rows of A have a sum of 10 at most, and rows of B vary."""
+    import torch
+    from safetensors.torch import save_file
+
+    (adapter / CONFIG).write_text(json.dumps(adapter_config(4) | config))
+    a, b = torch.zeros(4, 16), torch.zeros(24, 4)
+    a[1, :10] = -1.0
+    for factor in (0.99, 1.01):
+        b[3, :2] = factor * limit / 20
+        save_file({f"{Q}.lora_A.weight": a, f"{Q}.lora_B.weight": b}, adapter / WEIGHTS)
+        if factor < 1:
+            assert staged(tmp_path)
+    refused(tmp_path, adapter / WEIGHTS, "q_proj may enlarge its input 1.01e[+]06 times")
+
+
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to("/dev/zero"), Path.mkdir])
 def test_a_tokenizer_that_is_no_file_is_refused(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import math
 import time
 import weakref
@@ -151,6 +152,7 @@ class _TenantScheduling:
     waiting: Any
     kv_holding_waiting: Any
     scheduler_config: Any
+    lora_config: Any
     adaptive_long_prefill_threshold: bool
     max_num_active_reqs: int
     max_num_scheduled_tokens: int
@@ -259,7 +261,18 @@ class _TenantScheduling:
         candidates += [Candidate(each, each.priority, self._num_left(each), has_begun=False) for each in first]
         if sum(-(-each.num_tokens // self.block_size) for each in candidates if not each.has_begun) > self._num_free():
             return StepOrder()
-        return step_order(candidates, self.max_num_scheduled_tokens - (len(self.running) - len(prompts)))
+        order = step_order(candidates, self.max_num_scheduled_tokens - (len(self.running) - len(prompts)))
+        return order if not order.paused or self._adapters_fit() else StepOrder()
+
+    def _adapters_fit(self) -> bool:
+        # vLLM does not count the adapter of a request that is left out. One of another adapter would begin in its
+        # place, and the engine ends at the next step, which has more than `max_loras`.
+        if self.lora_config is None:
+            return True
+        requests = itertools.chain(self.running, self.waiting, self.kv_holding_waiting)
+        adapters = {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
+        max_adapters: int = self.lora_config.max_loras
+        return len(adapters) <= max_adapters
 
     def _num_left(self, request: Any) -> int:
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
