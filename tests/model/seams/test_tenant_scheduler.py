@@ -14,6 +14,7 @@ import pytest
 from msgspec import structs
 
 from kvferry.engine.base import NewFloors, TierHints
+from kvferry.engine.vllm.arguments import ADAPTER_SCHEDULER, TENANT_SCHEDULER
 from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.pool_pages import PoolPages
@@ -244,7 +245,6 @@ def vllm_config() -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     from kvferry import model_folder
-    from kvferry.engine.vllm.arguments import TENANT_SCHEDULER
 
     config = EngineArgs(
         model=str(model_folder.resolve("default")),
@@ -317,7 +317,8 @@ class Steps:
         self.scheduler.update_from_output(
             output, ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, sampled)
         )
-        self.scheduler._pages.check()
+        if hasattr(self.scheduler, "_pages"):
+            self.scheduler._pages.check()
         num_scheduled_tokens: dict[str, int] = output.num_scheduled_tokens
         return num_scheduled_tokens
 
@@ -595,10 +596,39 @@ def test_prompts_of_many_adapters_end(vllm_config: Any, max_adapters: int) -> No
     assert all(request.num_output_tokens == request.max_tokens for request in ended)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("max_adapters", [1, 2])
+@pytest.mark.parametrize("has_tenants", [False, True])
+def test_an_adapter_does_not_wait_for_ever_for_those_in_use(
+    vllm_config: Any, has_tenants: bool, max_adapters: int, is_async: bool
+) -> None:
+    """Later requests of adapters in use keep them in use, one after the other without a gap."""
+    config = with_adapters(vllm_config, max_adapters)
+    config.scheduler_config.scheduler_cls = TENANT_SCHEDULER if has_tenants else ADAPTER_SCHEDULER
+    steps = Steps(config, is_async=is_async)
+    due = 0
+    for _ in range(4):
+        for adapter in range(1, max_adapters + 1):
+            due += 10
+            steps.add([due % 9] * 8, None, 6, due=due, adapter=adapter)
+            steps.step()
+    first = steps.add([3] * 8, None, 4, due=due + 1, adapter=7)
+    num_steps = 0
+    while first.num_output_tokens < 4:
+        due += 10
+        steps.add([due % 9] * 8, None, 6, due=due, adapter=1 + num_steps % max_adapters)
+        steps.add([due % 7] * 8, None, 2, due=due, adapter=0)  # one without an adapter is held up by none
+        steps.step()
+        num_steps += 1
+        assert num_steps < 60
+    steps.run()
+
+
 def with_adapters(vllm_config: Any, max_adapters: int) -> Any:
     from vllm.config.lora import LoRAConfig
 
     config = copy.copy(vllm_config)
+    config.scheduler_config = copy.copy(config.scheduler_config)
     config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=max_adapters, max_cpu_loras=max_adapters)
     return config
 

@@ -24,6 +24,7 @@ CPU_TIER_MODULE = "kvferry.engine.vllm.plugins.cpu_tier"
 CPU_POLICY_CLASS = "TenantCachePolicy"
 CPU_POLICY_MODULE = "kvferry.engine.vllm.plugins.tenant_policy"
 CPU_TIER_CLASS = "CpuTierSpec"
+ADAPTER_SCHEDULER = "kvferry.engine.vllm.plugins.adapter_turns.adapter_scheduler"
 TENANT_SCHEDULER = "kvferry.engine.vllm.plugins.tenant_scheduler.tenant_scheduler"
 # Batches of KV events that vLLM keeps for replay: more than a subscriber's socket holds (1,000).
 NUM_REPLAYABLE = 2000
@@ -46,14 +47,15 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Raises ConfigError for values of `engine.args` that vLLM refuses. `keys` as for `parsed`."""
     on_cpu = engine.device == "cpu"
+    scheduler = TENANT_SCHEDULER if has_tenants else ADAPTER_SCHEDULER if adapters.served else None
     optional: dict[str, Any] = {
         "max_model_len": model.max_model_len,
         "hf_overrides": model.hf_overrides.values or None,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         # The engine needs it to apply a grammar where the reasoning ends.
         "reasoning_parser": model.reasoning_parser or None,
-        "scheduler_cls": TENANT_SCHEDULER if has_tenants else None,
-        "scheduling_policy": "priority" if has_tenants else None,
+        "scheduler_cls": scheduler,
+        "scheduling_policy": "priority" if scheduler else None,
         "gpu_memory_utilization": None if on_cpu else engine.gpu_memory_utilization,
     }
     return {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import itertools
 import math
 import time
 import weakref
@@ -23,6 +22,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from kvferry.engine.vllm.plugins.adapter_turns import AdapterTurns, may_begin, without
 from kvferry.engine.vllm.plugins.request_tier_state import floors_of, hints_of
 from kvferry.engine.vllm.plugins.tenant_holdings import HoldingsReport
 from kvferry.engine.vllm.plugins.tenant_policy import TenantCachePolicy
@@ -152,7 +152,6 @@ class _TenantScheduling:
     waiting: Any
     kv_holding_waiting: Any
     scheduler_config: Any
-    lora_config: Any
     adaptive_long_prefill_threshold: bool
     max_num_active_reqs: int
     max_num_scheduled_tokens: int
@@ -197,7 +196,7 @@ class _TenantScheduling:
         self._pool.evict_expired()
         order: StepOrder[Any] = StepOrder() if self._is_in_vain else self._order()
         self._is_in_vain = False
-        with self._in(order), self._without(self._held_up()):
+        with self._in(order), without(self._held_up(), self.waiting):
             first, num_waiting = self._first_waiting(), len(self.waiting)
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             has_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
@@ -222,7 +221,7 @@ class _TenantScheduling:
     def _held_up(self) -> list[Any]:
         """Return requests that do not fit into memory, before one that does of a tenant that holds fewer pages."""
         stuck = self._stuck
-        if stuck is None or stuck is not self._first_waiting() or len(self.waiting) < 2 or not _may_begin(stuck):
+        if stuck is None or stuck is not self._first_waiting() or len(self.waiting) < 2 or not may_begin(stuck):
             return []
         num_held = Counter[str]()
         for request in (*self.running, *self.kv_holding_waiting):
@@ -232,47 +231,26 @@ class _TenantScheduling:
         fewest = num_held[self._pool.tenant_of(stuck)]
         for request in heapq.nsmallest(MAX_FIRST, self.waiting):
             num_blocks = num_held[self._pool.tenant_of(request)]
-            if request is not stuck and num_blocks < fewest and _may_begin(request):
+            if request is not stuck and num_blocks < fewest and may_begin(request):
                 if -(-request.num_tokens // self.block_size) <= self._num_free():
                     return held_up
                 fewest = num_blocks
             held_up.append(request)
         return []
 
-    @contextlib.contextmanager
-    def _without(self, held_up: list[Any]) -> Iterator[None]:
-        if held_up:
-            self.waiting.remove_requests(held_up)
-        try:
-            yield
-        finally:
-            for request in reversed(held_up):
-                self.waiting.prepend_request(request)
-
     def _order(self) -> StepOrder[Any]:
         prompts = [request for request in self.running if request.is_prefill_chunk]
         if not prompts or not (self.waiting or self.kv_holding_waiting):
             return StepOrder()
         last = max(prompts)
-        first = heapq.nsmallest(MAX_FIRST, (each for each in self.waiting if _may_begin(each) and each < last))
+        first = heapq.nsmallest(MAX_FIRST, (each for each in self.waiting if may_begin(each) and each < last))
         # Of prompts whose pages are on their way, a token is computed once they are there.
         first += [each for each in self.kv_holding_waiting if each < last]
         candidates = [Candidate(each, each.priority, self._num_left(each), has_begun=True) for each in sorted(prompts)]
         candidates += [Candidate(each, each.priority, self._num_left(each), has_begun=False) for each in first]
         if sum(-(-each.num_tokens // self.block_size) for each in candidates if not each.has_begun) > self._num_free():
             return StepOrder()
-        order = step_order(candidates, self.max_num_scheduled_tokens - (len(self.running) - len(prompts)))
-        return order if not order.paused or self._adapters_fit() else StepOrder()
-
-    def _adapters_fit(self) -> bool:
-        # vLLM does not count the adapter of a request that is left out. One of another adapter would begin in its
-        # place, and the engine ends at the next step, which has more than `max_loras`.
-        if self.lora_config is None:
-            return True
-        requests = itertools.chain(self.running, self.waiting, self.kv_holding_waiting)
-        adapters = {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
-        max_adapters: int = self.lora_config.max_loras
-        return len(adapters) <= max_adapters
+        return step_order(candidates, self.max_num_scheduled_tokens - (len(self.running) - len(prompts)))
 
     def _num_left(self, request: Any) -> int:
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -320,15 +298,11 @@ def connectors_of(connector: Any) -> Sequence[Any]:
     return connector.sub_connectors if isinstance(connector, MultiConnector) else [connector]
 
 
-def _may_begin(request: Any) -> bool:
-    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-
-
-class TenantScheduler(_TenantScheduling, Scheduler):  # type: ignore[misc]
+class TenantScheduler(AdapterTurns, _TenantScheduling, Scheduler):  # type: ignore[misc]
     pass
 
 
-class TenantAsyncScheduler(_TenantScheduling, AsyncScheduler):  # type: ignore[misc]
+class TenantAsyncScheduler(AdapterTurns, _TenantScheduling, AsyncScheduler):  # type: ignore[misc]
     pass
 
 
