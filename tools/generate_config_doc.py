@@ -102,9 +102,10 @@ Where vLLM's own processes die, the error has the keys of all arguments that wer
 
 `kvferry config --vllm prefill` prints the command line that results, `decode` that of decode engines; it runs the
 values through the same parser and classes. It needs no cluster, no GPU and no model, and prints the line of a real
-engine also where `engine.kind` is `sim`; simulated engines check only ranges, and ignore the values. What needs the
-model or the machine is checked when an engine starts: a draft model, its folder too, `max_num_scheduled_tokens` above
-`engine.max_num_batched_tokens`, and the files that `load_format` reads. Every argument of vLLM's engine is in one of
+engine also where `engine.kind` is `sim`; simulated engines check only ranges, and ignore the values. Arguments that do
+not fit each other or settings of `engine` are refused when the configuration is read. What needs the model or the
+machine is checked when an engine starts: a draft model, its folder too, the files that `load_format` reads, and
+`max_num_scheduled_tokens` where `engine.max_num_batched_tokens` is empty. Every argument of vLLM's engine is in one of
 these tables. With the chart, arguments of one role are `roles.decode.engine.args` and
 `roles.prefill.engine.args`.
 

@@ -30,7 +30,8 @@ from pydantic import (
 )
 
 from kvferry import vllm_arguments
-from kvferry.addresses import AUTO, require_loopback
+from kvferry.addresses import AUTO, is_url, require_loopback
+from kvferry.argument_conflicts import why_in_conflict
 from kvferry.argument_values import why_not_expected
 from kvferry.errors import ConfigError
 from kvferry.plain_yaml import SafeLoader, doubled_key
@@ -183,6 +184,13 @@ class ModelConfig(_Section):
                 "hf_overrides (max_position_embeddings, or factor x original_max_position_embeddings)"
             )
         return self
+
+    @field_validator("path")
+    @classmethod
+    def _path_is_no_url(cls, path: str) -> str:
+        if is_url(path):
+            raise ValueError("expected `default`, a folder or a hub id (owner/name): models are not read from URLs")
+        return path
 
     @field_validator("served_name")
     @classmethod
@@ -970,10 +978,13 @@ class ClusterConfig(_Section):
                 if vllm_arguments.SPECULATION in args and vllm_arguments.draft_model(self.engine.args):
                     raise ValueError(f"{vllm_arguments.SPECULATION}: engine.args has a draft model, for both roles")
                 check_arguments(args, role=name, unproven=self.engine.unproven, device=self.engine.device)
-                if reason := vllm_arguments.why_no_loading(self.engine_of(name, pool).args):
-                    raise ValueError(f"{reason} (with the values of engine.args)")
             except ValueError as error:
                 raise ValueError(f"{f'pools.{pool}.' if pool else ''}{name}.engine.args: {error}") from None
+            engine = self.engine_of(name, pool)
+            settings = {**dict(engine), "max_model_len": self.model.max_model_len}
+            keys = self._keys_of_settings(name, pool) | self.argument_keys(name, pool)
+            if reason := why_in_conflict(engine.args, settings, keys, unproven=engine.unproven):
+                raise ValueError(reason)
         return self
 
     @model_validator(mode="after")
@@ -1140,6 +1151,11 @@ class ClusterConfig(_Section):
         if pool and (kv_cache_dtype := self.pools[pool].kv_cache_dtype) is not None:
             own["kv_cache_dtype"] = kv_cache_dtype
         return self.engine.model_copy(update=own)
+
+    def _keys_of_settings(self, role: str, pool: str) -> dict[str, str]:
+        prefix = f"pools.{pool}.{role}." if pool else f"{role}."
+        own = self.role_of(role, pool).engine.model_dump(exclude_none=True)
+        return {name: f"{prefix if name in own else ''}engine.{name}" for name in EngineConfig.model_fields}
 
     def argument_keys(self, role: str, pool: str = "") -> dict[str, str]:
         """Return the key of each of `engine_of(role, pool).args`."""

@@ -11,6 +11,8 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 
+from kvferry.addresses import is_url
+
 MAX_ARGUMENTS = 64  # of one section
 MAX_VALUE_CHARS = 16_384  # of one value, as JSON
 
@@ -280,7 +282,7 @@ def why_no_draft_model(value: Mapping[str, object]) -> str:
     if reason := _why_other_keys(value, _DRAFT_MODEL_KEYS):
         return reason
     model = value.get("model")
-    if not isinstance(model, str) or not 0 < len(model) <= _MAX_DRAFT_PATH:
+    if not isinstance(model, str) or not 0 < len(model) <= _MAX_DRAFT_PATH or is_url(model):
         return "model: expected the draft model's folder or hub id (owner/name)"
     return ""
 
@@ -347,12 +349,12 @@ def why_no_loader_options(value: object) -> str:
 
 
 def why_no_loading(args: Mapping[str, object]) -> str:
-    """Return why the arguments of one engine do not fit each other, or an empty string."""
+    """Return an option that the load format does not take, and why; or an empty string."""
     options, chosen = args.get(LOADER_OPTIONS), args.get(LOAD_FORMAT, "auto")
     for key in options if isinstance(options, Mapping) else ():
         takers = _LOADER_OPTIONS.get(str(key), ())
         if takers and chosen in _SHOWN_LOAD_FORMATS and chosen not in takers:
-            return f"{LOADER_OPTIONS}.{key}: only with {LOAD_FORMAT} {' or '.join(takers)}, and it is {chosen}"
+            return f"{key}: only with {LOAD_FORMAT} {' or '.join(takers)}, and it is {chosen}"
     return ""
 
 

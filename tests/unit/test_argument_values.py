@@ -60,6 +60,8 @@ def test_what_no_argument_may_be_is_refused_with_the_key_and_what_is_expected(na
         ("kv_cache_memory_bytes", 0, "or as in 4G"),
         ("kv_cache_memory_bytes", "1025T", "to 1125899906842624"),
         ("kv_cache_memory_bytes", "4 G", "or as in 4G"),
+        ("kv_cache_memory_bytes", "4.5G", "or as in 4G or 4.5g"),
+        ("safetensors_prefetch_block_size", "4.5K", "or as in 4G or 4.5g"),
         ("seed", -1, "from 0 to 4294967295"),
         ("seed", 2**32, "from 0 to 4294967295"),
         ("watermark", 1, "expected a number from 0, below 1"),

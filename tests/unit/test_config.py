@@ -240,6 +240,16 @@ def test_the_served_name_is_the_last_part_of_the_path_unless_given(model: dict[s
 TLS = {"cert_file": "a.pem", "key_file": "a.key", "ca_file": "ca.pem"}
 
 
+@pytest.mark.parametrize("path", ["s3://bucket/model", "gs://b", "HTTPS://hub/x", "file:///models/x"])
+def test_a_model_is_not_read_from_a_url(path: str) -> None:
+    said = f"expected `default`, a folder or a hub id (owner/name): models are not read from URLs, not '{path}'"
+    assert fault(model={"path": path}) == f"model.path: {said}"
+    # Whatever reads the weights: their digest is taken of files.
+    for args in ({"load_format": "runai_streamer"}, {"load_format": "dummy"}):
+        assert said in fault(model={"path": path}, engine={"unproven": ["load_format"], "args": args})
+    assert said in fault(models=[{"name": "a", "model": {"path": path}}])
+
+
 def test_insecure_may_name_its_listeners() -> None:
     config = parse(
         {

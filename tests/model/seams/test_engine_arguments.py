@@ -11,7 +11,7 @@ import pytest
 
 from kvferry import config as configuration
 from kvferry import model_folder
-from kvferry.argument_values import EXPECTED, OneOf, Whole
+from kvferry.argument_values import EXPECTED, OneOf, Whole, whole
 from kvferry.config import EngineConfig, ModelConfig
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import ConfigError, UnsupportedEngine
@@ -104,6 +104,19 @@ def test_vllm_takes_what_is_expected_of_an_argument(name: str) -> None:
         values += expected.choices
     for value in values:
         assert name in parsed({name: value}, {})
+
+
+@pytest.mark.parametrize("text", ["4.5G", "4.5g", "4G", "25.6k", "1.0T", "12", "4 G", "4.G", ".5g", "1e3", "-1k"])
+def test_numbers_with_suffixes_are_those_that_vllm_reads(text: str) -> None:
+    import argparse
+
+    from vllm.utils.argparse_utils import human_readable_int
+
+    try:
+        number = human_readable_int(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        number = None
+    assert whole(text) == number
 
 
 @pytest.mark.parametrize(
