@@ -90,7 +90,7 @@ engine:
   env: {VLLM_LOGGING_LEVEL: INFO}
 decode:
   engine:
-    args: {watermark: 0.02}                         # this role; replaces a value of `engine.args`
+    args: {watermark: 0.02}                         # this role; replaces a value of `engine.args`, null removes it
 ```
 
 Names are those of vLLM 0.32's command line, with underscores; arguments of its server, such as `--port` and
@@ -150,7 +150,8 @@ with a prompt, and which are transferred and kept in tiers and on volumes with i
 the same memory, and a prefill engine computes every prompt with both models. `model` is a folder on all nodes or a hub
 id; engines exchange pages only if the digests of its files are equal. Of the architectures of [models](models.md), with
 the vocabulary, type and at least the context of the model; refused are sliding windows, quantized weights (of either)
-and `tensor_parallel_size` above 1 beside it. EAGLE and MTP were not shown: they need `engine.unproven:
+and `tensor_parallel_size` above 1 beside it. Of [several models](models-in-a-cluster.md), an entry without drafts says
+`engine: {args: {speculative_config: null}}`. EAGLE and MTP were not shown: they need `engine.unproven:
 [speculative_config]`, and stand in `engine.args` too.
 
 The acceptance rate is a quotient of two counters that vLLM exports, on the [listeners](metrics.md) of decode workers

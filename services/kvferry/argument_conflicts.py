@@ -1,4 +1,4 @@
-"""Arguments of one engine that do not fit each other or its settings: vLLM or kvferry would end its start later."""
+"""Arguments of one engine that do not fit each other or its settings."""
 
 from __future__ import annotations
 

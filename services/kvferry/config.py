@@ -307,7 +307,8 @@ class RoleEngineConfig(_Section):
     threads: int | None = Field(None, ge=1)
     # One role's a multiple of the other's; without `tier.volumes`, whose chunks are those of one size.
     tensor_parallel_size: int | None = Field(None, ge=1)
-    # As `engine.args`, for this role: those that engines need not have in common. They replace those of `engine`.
+    # As `engine.args`, for this role: those that engines need not have in common. They replace those of `engine`; null
+    # removes one.
     args: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -316,11 +317,21 @@ def check_arguments(args: Mapping[str, Any], *, role: str, unproven: Collection[
     if len(args) > vllm_arguments.MAX_ARGUMENTS:
         raise ValueError(f"{len(args)} arguments; {vllm_arguments.MAX_ARGUMENTS} is the limit")
     for name, value in args.items():
-        reason = vllm_arguments.why_refused(name, value, role=role, unproven=unproven)
+        reason = vllm_arguments.why_not_removed(name)
+        if value is not None:
+            reason = vllm_arguments.why_refused(name, value, role=role, unproven=unproven)
         if device == "cpu" and name == "kv_cache_memory_bytes":
             reason = "without effect on the CPU device: use engine.kv_cache_gib"
         if reason := reason or vllm_arguments.why_no_value(value) or why_not_expected(name, value):
             raise ValueError(f"{name[:80]}: {reason}")
+
+
+def check_removed(args: Mapping[str, Any], of_both: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those that are not None. Raises ValueError for one of `of_both` that a role cannot remove."""
+    for name, value in args.items():
+        if value is None and (reason := vllm_arguments.why_not_removed(name, of_both.get(name))):
+            raise ValueError(f"{name[:80]}: {reason}")
+    return vllm_arguments.replaced({}, args)
 
 
 class RoleConfig(_Section):
@@ -378,7 +389,8 @@ class ModelEntryConfig(_Section):
 
     name: str  # of its workers, deployments and metrics, and of its volumes' `pool`; lower-case letters, digits, dashes
     model: ModelConfig = ModelConfig()
-    engine: dict[str, Any] = Field(default_factory=dict)  # as `engine`, whose values it replaces; `args` one by one
+    # As `engine`, whose values it replaces; `args` one by one, of which null removes one.
+    engine: dict[str, Any] = Field(default_factory=dict)
     prefill: RoleConfig = RoleConfig()
     decode: RoleConfig = RoleConfig()
     tier: ModelTierConfig = ModelTierConfig()
@@ -397,6 +409,10 @@ class ModelEntryConfig(_Section):
         for key in _ENGINE_OF_THE_CLUSTER:
             if key in engine:
                 raise ValueError(f"{key}: all models of a cluster have that of the section `engine`")
+        args = engine.get("args")
+        for name, value in args.items() if isinstance(args, dict) else ():
+            if value is None and (reason := vllm_arguments.why_not_removed(name)):
+                raise ValueError(f"args: {name[:80]}: {reason}")
         return engine
 
     @property
@@ -974,7 +990,7 @@ class ClusterConfig(_Section):
     def _arguments_of_roles_are_taken(self) -> ClusterConfig:
         for pool, name in itertools.product(("", *self.pools), ROLES):
             try:
-                args = self.role_of(name, pool).engine.args
+                args = check_removed(self.role_of(name, pool).engine.args, self.engine.args)
                 if vllm_arguments.SPECULATION in args and vllm_arguments.draft_model(self.engine.args):
                     raise ValueError(f"{vllm_arguments.SPECULATION}: engine.args has a draft model, for both roles")
                 check_arguments(args, role=name, unproven=self.engine.unproven, device=self.engine.device)
@@ -1106,7 +1122,7 @@ class ClusterConfig(_Section):
             values["model"] = entry.served_model.model_dump()
             values["engine"] |= entry.engine
             if isinstance(own_args := entry.engine.get("args"), dict):
-                values["engine"]["args"] = {**self.engine.args, **own_args}
+                values["engine"]["args"] = vllm_arguments.replaced(self.engine.args, own_args)
             values["tier"] |= entry.tier.model_dump(exclude_none=True)
             if not values["tier"]["enabled"]:
                 values["tier"]["volumes"] = ()
@@ -1147,7 +1163,7 @@ class ClusterConfig(_Section):
 
     def engine_of(self, role: str, pool: str = "") -> EngineConfig:
         own = self.role_of(role, pool).engine.model_dump(exclude_none=True)
-        own["args"] = {**self.engine.args, **own["args"]}
+        own["args"] = vllm_arguments.replaced(self.engine.args, own["args"])
         if pool and (kv_cache_dtype := self.pools[pool].kv_cache_dtype) is not None:
             own["kv_cache_dtype"] = kv_cache_dtype
         return self.engine.model_copy(update=own)
@@ -1163,7 +1179,7 @@ class ClusterConfig(_Section):
         own = self.role_of(role, pool).engine.args
         return {
             name: f"{prefix if name in own else ''}.engine.args.{name}".lstrip(".")
-            for name in {**self.engine.args, **own}
+            for name in vllm_arguments.replaced(self.engine.args, own)
         }
 
     def volumes_of(self, pool: str) -> str | None:

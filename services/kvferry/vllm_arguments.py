@@ -1,7 +1,7 @@
-"""Which arguments of vLLM's engine `engine.args` may hold: vLLM's names, with the reason of each decision.
+"""Which arguments of vLLM's engine `engine.args` may hold, and why.
 
 Each of vLLM 0.32's `AsyncEngineArgs` is in one of four tables: refused, equal in both roles and part of the exchange
-digest, free by role, or unproven (refused unless `engine.unproven` names it, but for values that were shown).
+digest, free by role, or unproven (refused unless `engine.unproven` names it, but for shown values).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import difflib
 import json
 from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
+from typing import Any
 
 from kvferry.addresses import is_url
 
@@ -375,14 +376,9 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
 
     `role` is that whose `engine.args` it stands in, empty for those of both roles.
     """
-    if "-" in name and name.replace("-", "_").lstrip("_") in RULES:
-        return f"written as {name.replace('-', '_').lstrip('_')!r} here"
-    rule = RULES.get(name)
-    if rule is None:
-        if key := _KEYS_OF_THE_SERVER.get(name.replace("-", "_")):
-            return f"an argument of vLLM's server, which kvferry does not run: use {key}"
-        near = difflib.get_close_matches(name[:80], [each for each in RULES if not each.startswith("_")], n=1)
-        return "vLLM's engine has no such argument" + (f"; did you mean {near[0]!r}?" if near else "")
+    if reason := why_unknown(name):
+        return reason
+    rule = RULES[name]
     if rule is Rule.REFUSED:
         reason = REASONS[name]
         if role and name in KEYS_OF_ROLES:
@@ -399,6 +395,34 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
         return reason + _at_own_risk(name)
     if role and must_be_equal(name, value):
         return f"both roles need the same: give it in engine.args ({REASONS[name]})"
+    return ""
+
+
+def why_unknown(name: str) -> str:
+    """Return what to write instead of a name that no argument has, or an empty string."""
+    if name in RULES:
+        return ""
+    if "-" in name and name.replace("-", "_").lstrip("_") in RULES:
+        return f"written as {name.replace('-', '_').lstrip('_')!r} here"
+    if key := _KEYS_OF_THE_SERVER.get(name.replace("-", "_")):
+        return f"an argument of vLLM's server, which kvferry does not run: use {key}"
+    near = difflib.get_close_matches(name[:80], [each for each in RULES if not each.startswith("_")], n=1)
+    return "vLLM's engine has no such argument" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def replaced(args: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with those of a role or an entry of `models` over them; None removes one."""
+    return {name: value for name, value in {**args, **own}.items() if value is not None}
+
+
+def why_not_removed(name: str, value: object = None) -> str:
+    """Return why no null may stand for an argument, in a role where both have `value`; or an empty string."""
+    if reason := why_unknown(name):
+        return reason
+    if name in REFUSED:
+        return f"not taken here: {REASONS[name]}"
+    if value is not None and must_be_equal(name, value):
+        return f"both roles need the same: remove it in engine.args ({REASONS[name]})"
     return ""
 
 

@@ -584,6 +584,18 @@ def test_a_model_has_a_configuration_of_its_own_that_no_other_changes() -> None:
     )
 
 
+def test_an_entry_removes_an_argument_of_the_section_engine_with_null() -> None:
+    drafts = {"method": "draft_model", "model": "/models/draft", "num_speculative_tokens": 3}
+    args = {"speculative_config": drafts, "watermark": 0.02}
+    removed = {"tensor_parallel_size": 2, "args": {"speculative_config": None, "seed": 3}}
+    config = parse({"engine": {"args": args}, "models": [{"name": "a", "engine": removed}]})
+    assert config.of_model("a").engine_of("decode", "a").args == {"watermark": 0.02, "seed": 3}
+    assert config.engine_of("decode").args == args
+    assert parse(config.model_dump(mode="json")) == config
+    said = fault(models=[{"name": "a", "engine": {"args": {"seeed": None}}}])
+    assert "engine: args: seeed: vLLM's engine has no such argument; did you mean 'seed'?" in said
+
+
 def test_an_entry_names_its_workers_after_its_model() -> None:
     def pool(**model: Any) -> str:
         (entry,) = parse({"engine": {"kind": "sim"}, "models": [{"name": "a", "model": model}]}).models

@@ -49,6 +49,33 @@ def test_a_roles_arguments_replace_those_of_both() -> None:
     assert config.engine_of("decode").args == {"watermark": 0.02, "seed": 3}
 
 
+def test_null_removes_an_argument_from_a_role() -> None:
+    args = {"watermark": 0.02, "load_format": "safetensors", "seed": 3}
+    removed = {"watermark": None, "load_format": None, "kv_cache_metrics": None}
+    config = parsed({"args": args}, decode={"engine": {"args": removed}})
+    assert config.engine_of("decode").args == {"seed": 3}
+    assert config.engine_of("prefill").args == args
+    assert config.argument_keys("decode") == {"seed": "engine.args.seed"}
+    assert configuration.parse(config.model_dump(mode="json")) == config, "workers read it again"
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "words"),
+    [
+        ({}, "watermrk", "watermrk: vLLM's engine has no such argument; did you mean 'watermark'?"),
+        ({}, "max_num_seqs", "max_num_seqs: not taken here: use engine.max_num_seqs"),
+        ({"seed": 3}, "seed", "seed: both roles need the same: remove it in engine.args"),
+        ({"speculative_config": None}, "speculative_config", "engine.args: speculative_config: it has no value"),
+    ],
+)
+def test_null_is_refused_where_it_removes_nothing_that_a_role_may_choose(
+    args: dict[str, Any], name: str, words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed({"args": args}, decode={"engine": {"args": {name: None}}})
+    assert words in caught.value.message
+
+
 def test_an_argument_with_a_key_of_the_role_names_that_key() -> None:
     with pytest.raises(ConfigError, match=r"use engine\.max_num_seqs, or max_num_seqs beside these args"):
         parsed({}, decode={"engine": {"args": {"max_num_seqs": 7}}})
@@ -164,6 +191,10 @@ def test_a_draft_model_is_of_both_roles() -> None:
             parsed({}, **{role: {"engine": {"args": args}}})
     with pytest.raises(ConfigError, match=r"decode\.engine\.args: speculative_config: engine\.args has a draft model"):
         parsed({"args": args}, decode={"engine": {"args": {"speculative_config": NGRAM}}})
+    with pytest.raises(
+        ConfigError, match=r"decode\.engine\.args: speculative_config: both roles need the same: remove"
+    ):
+        parsed({"args": args}, decode={"engine": {"args": {"speculative_config": None}}})
 
 
 @pytest.mark.parametrize(
