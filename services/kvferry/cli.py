@@ -255,7 +255,7 @@ def show_config(config: ClusterConfig, role: str | None, entry: str) -> None:
         from kvferry.engine.vllm.text_model import use_cpu_platform
 
         use_cpu_platform()
-        click.echo(command_line(config.of_model(entry), role, entry))
+        click.echo(command_line(config, role, entry))
         return
     click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
 
