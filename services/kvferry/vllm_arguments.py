@@ -261,6 +261,19 @@ _NGRAM_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_
 DRAFT_MODEL = "draft_model"
 _DRAFT_MODEL_KEYS = ("method", "model", "num_speculative_tokens")
 _MAX_DRAFT_PATH = 4096  # characters
+_METHODS = ("ngram", DRAFT_MODEL)
+# Further ones that vLLM has, at the operator's own risk.
+_OTHER_SPECULATION_KEYS = (
+    "enforce_eager", "draft_tensor_parallel_size", "tensor_parallel_size", "quantization", "moe_backend",
+    "attention_backend", "kv_cache_dtype", "max_model_len", "revision", "code_revision",
+    "index_share_for_mtp_iteration",
+    "disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction", "use_heterogeneous_vocab",
+    "parallel_drafting", "target_model_config", "target_parallel_config", "num_speculative_tokens_per_batch_size",
+    "draft_model_config", "draft_parallel_config", "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
+    "draft_load_config", "rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length",
+    "enable_adaptive_verification", "draft_sample_method", "dspark_draft_topk",
+)  # fmt: skip
 
 
 def why_no_ngrams(value: object) -> str:
@@ -359,6 +372,29 @@ def why_no_loading(args: Mapping[str, object]) -> str:
     return ""
 
 
+# Keys of arguments that are mappings, the shown ones first.
+KEYS_OF_MAPPINGS: Mapping[str, tuple[str, ...]] = {
+    SPECULATION: (*dict.fromkeys(_NGRAM_KEYS + _DRAFT_MODEL_KEYS), *_OTHER_SPECULATION_KEYS),
+    LOADER_OPTIONS: (*_LOADER_OPTIONS, "distributed", "enable_weights_track", "pattern", "tensorizer_config"),
+}
+
+
+def why_misspelt(name: str, value: object) -> str:
+    """Return what to write instead of a key or method that vLLM does not know, or an empty string."""
+    known = KEYS_OF_MAPPINGS.get(name)
+    if known is None or not isinstance(value, Mapping):
+        return ""
+    for key in value:
+        if key not in known:
+            near = difflib.get_close_matches(str(key)[:80], known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known[:5])} and others"
+            return f"{str(key)[:80]!r}: vLLM has no such key here; {hint}"
+    method = str(value.get("method", _METHODS[0]))[:80]
+    # Others of vLLM's are less alike.
+    near = difflib.get_close_matches(method, _METHODS, n=1, cutoff=0.8)
+    return f"method: did you mean {near[0]!r}, not {method!r}?" if near and near[0] != method else ""
+
+
 # Why a value of an unproven argument was not shown, of those with shown ones that each role may choose.
 _SHOWN_VALUES: Mapping[str, Callable[[object], str]] = {
     LOAD_FORMAT: why_no_load_format,
@@ -385,6 +421,8 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
             reason += f", or {name} beside these args"
         return f"not taken here: {reason}"
     if rule is Rule.UNPROVEN and name not in unproven:
+        if reason := why_misspelt(name, value):
+            return reason
         if name == SPECULATION:
             return _why_no_speculation(value, role)
         reason = f"not shown to give right answers here ({REASONS[name]})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvferry.config import EngineConfig, ModelConfig
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import ConfigError, UnsupportedEngine
 from kvferry.pages.exchange import ARGUMENTS
-from kvferry.vllm_arguments import FREE_VARIABLES, RULES, Rule
+from kvferry.vllm_arguments import FREE_VARIABLES, KEYS_OF_MAPPINGS, LOADER_OPTIONS, RULES, SPECULATION, Rule
 from support.engine_arguments import VALUES
 from support.vllm_configs import vllm_config_of
 
@@ -46,6 +47,21 @@ def test_every_argument_of_vllm_has_a_rule_and_no_other_has() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert set(RULES) == {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+
+
+def test_keys_of_mappings_are_those_of_vllm() -> None:
+    from vllm.config import SpeculativeConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
+
+    known = {name: set(keys) for name, keys in KEYS_OF_MAPPINGS.items()}
+    assert known[SPECULATION] == {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    found: set[str] = set()
+    for loader in (DefaultModelLoader, RunaiModelStreamerLoader):
+        (keys,) = re.findall(r"allowed_keys = \{(.*?)\}", inspect.getsource(loader.__init__), re.DOTALL)
+        found |= set(re.findall(r'"(\w+)"', keys))
+    # Of loaders for files that are not compared: sharded_state, tensorizer.
+    assert known[LOADER_OPTIONS] == found | {"pattern", "tensorizer_config"}
 
 
 def test_every_argument_that_may_be_given_is_one_of_vllms_command_line() -> None:
