@@ -170,6 +170,8 @@ def test_a_value_that_vllms_classes_refuse_is_named_by_the_key_it_was_given_by(n
         {"long_prefill_token_threshold": 10**6},
         {"numa_bind_nodes": [0]},
         {"quantization": "nonsense"},
+        {"attention_backend": "NONSENSE"},
+        {"config_format": "nonsense"},
     ],
 )
 def test_what_the_whole_configuration_refuses_names_the_argument(args: dict[str, Any]) -> None:
@@ -183,6 +185,52 @@ def test_what_the_whole_configuration_refuses_names_the_argument(args: dict[str,
     assert message.startswith(f"engine.args.{name}: vLLM refuses it: ")
     assert "watermark" not in message
     assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("no kernel for this model and seed, quantization or dtype", []),
+        ("the quantization of the checkpoint is gptq", []),
+        ("EngineArgs(seed=0, quantization=None, watermark=0.0)", []),
+        ("EngineArgs(seed=3, quantization='awq')", ["seed", "quantization"]),
+        ("Unknown quantization method: awq", ["quantization"]),
+        ("argument --quantization: expected one argument", ["quantization"]),
+        ("unexpected 'seed'", ["seed"]),
+        ("`watermark` was given", ["watermark"]),
+        ("num_gpu_blocks_override is too small", ["num_gpu_blocks_override"]),
+        ("num_gpu_blocks_override=None is too small", []),
+        ("model_quantization and seeds", []),
+    ],
+)
+def test_only_arguments_that_an_error_is_about_are_named(text: str, named: list[str]) -> None:
+    from kvferry.engine.vllm.argument_parser import refusal
+
+    args = {"seed": 3, "quantization": "awq", "watermark": 0.1, "num_gpu_blocks_override": 5}
+    message = refusal(ValueError(text), args, {})
+    if named:
+        keys = ", ".join(f"engine.args.{name}" for name in args if name in named)
+        assert message == f"{keys}: vLLM refuses it: {text}"
+    else:
+        everything = ", ".join(f"engine.args.{name}" for name in args)
+        assert message == f"vLLM refuses this configuration: {text} (given to it: {everything})"
+
+
+def test_the_field_that_pydantic_names_is_named_alone() -> None:
+    from pydantic import BaseModel, Field, ValidationError
+
+    from kvferry.engine.vllm.argument_parser import refusal
+
+    class CacheConfig(BaseModel):
+        watermark: float = Field(description="x", lt=1)
+
+    with pytest.raises(ValidationError) as caught:
+        CacheConfig(watermark=3)
+    message = refusal(caught.value, {"seed": 1, "watermark": 3}, {"watermark": "decode.engine.args.watermark"})
+    assert message.startswith("decode.engine.args.watermark: vLLM refuses it: CacheConfig: watermark: ")
+    # A field of a draft's settings is not the argument of that name.
+    message = refusal(caught.value, {"cache_config": {"watermark": 3}, "watermark": 0.1}, {})
+    assert message.startswith("engine.args.cache_config: vLLM refuses it: ")
 
 
 async def test_the_start_of_an_engine_ends_with_the_key() -> None:
