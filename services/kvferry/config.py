@@ -374,7 +374,7 @@ class PoolConfig(_Section):
 
 
 # Settings of `engine` that processes of all models share.
-_ENGINE_OF_THE_CLUSTER = ("kind", "device", "side_channel_host", "ucx_tls")
+ENGINE_OF_THE_CLUSTER = ("kind", "device", "side_channel_host", "ucx_tls")
 
 
 class ModelTierConfig(_Section):
@@ -406,7 +406,7 @@ class ModelEntryConfig(_Section):
     @field_validator("engine")
     @classmethod
     def _engine_is_the_models(cls, engine: dict[str, Any]) -> dict[str, Any]:
-        for key in _ENGINE_OF_THE_CLUSTER:
+        for key in ENGINE_OF_THE_CLUSTER:
             if key in engine:
                 raise ValueError(f"{key}: all models of a cluster have that of the section `engine`")
         args = engine.get("args")

@@ -490,6 +490,11 @@ def must_be_equal(name: str, value: object) -> bool:
     return RULES[name] in (Rule.EQUAL, Rule.UNPROVEN)
 
 
+def may_be_of_one_role(name: str) -> bool:
+    """Return whether `prefill.engine.args` or `decode.engine.args` takes an argument, of some values at least."""
+    return RULES[name] is Rule.FREE or name in (SPECULATION, *_SHOWN_VALUES)
+
+
 _MAX_VARIABLE_CHARS = 4096
 # Set by kvferry for each engine, by key of the configuration.
 _VARIABLES_OF_KEYS: Mapping[str, str] = {
