@@ -32,10 +32,10 @@ def find(engine: EngineConfig, cache: Path, keys: Mapping[str, str]) -> DraftMod
     name = vllm_arguments.draft_model(engine.args)
     if not name:
         return None
+    key = f"{key_of(vllm_arguments.SPECULATION, keys)}.model"
+    folder = model_folder.resolve(name, key=key)
     try:
-        folder = model_folder.resolve(name)
         check_load_format(engine.args, folder, keys)
         return DraftModel(str(folder), weights_revision(folder, cache))
     except ConfigError as error:
-        key = f"{key_of(vllm_arguments.SPECULATION, keys)}.model"
         raise ConfigError(f"{key}: {str(error).removeprefix('model.path: ')}", param=key) from None
