@@ -1339,7 +1339,9 @@ def _explain(fault: Any, values: Mapping[str, Any]) -> str:
     if fault["type"] in _TYPE_TO_WORDS:
         message = f"expected {_TYPE_TO_WORDS[fault['type']]}"
     if fault["type"] == "string_type" and isinstance(fault["input"], bool | int | float):
-        message = f"expected a text: quote it, as in {key}='\"{fault['input']}\"'"
+        # Floats are not written as they were: 12e4 is 120000.0.
+        sample = "" if isinstance(fault["input"], float) else f", as in {key}='\"{fault['input']}\"'"
+        message = f"expected a text: quote it{sample}"
     # A validator of a list or a mapping names the entry that is wrong; the whole value would only repeat it.
     is_named = isinstance(fault["input"], dict) or (fault["type"] == "value_error" and isinstance(fault["input"], list))
     return f"{key}: {message}" if is_named else f"{key}: {message}, not {fault['input']!r}"

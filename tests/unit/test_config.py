@@ -171,6 +171,18 @@ def test_a_flag_that_is_no_assignment_is_refused(flag: str) -> None:
         load(environ={}, flags=[flag])
 
 
+def test_floats_may_have_an_exponent_alone(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    args = "{custom_histogram_buckets: {request_latency: [1e-3, 1e-2, 1]}}"
+    file.write_text(f"engine: {{max_num_batched_tokens: 1e+06, args: {args}}}\n")
+    config = load(file, environ={}, flags=["engine.args.watermark=1e-3"])
+    buckets = {"request_latency": [0.001, 0.01, 1]}
+    assert config.engine.args == {"custom_histogram_buckets": buckets, "watermark": 0.001}
+    assert config.engine.max_num_batched_tokens == 1_000_000
+    with pytest.raises(ConfigError, match=r"^model\.revision: expected a text: quote it, not 120000\.0$"):
+        load(environ={}, flags=["model.revision=12e4"])
+
+
 def test_a_value_that_is_no_yaml_is_a_text() -> None:
     for value in ("2026-11-25", "2026-13-45", "[1", "[" * 3000, "1" * 5000):
         assert load(environ={}, flags=[f"model.revision={value}"]).model.revision == value

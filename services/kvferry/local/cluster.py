@@ -21,9 +21,8 @@ from typing import Any
 
 import httpx
 import psutil
-import yaml
 
-from kvferry import model_catalogue, model_folder, shared_memory
+from kvferry import model_catalogue, model_folder, plain_yaml, shared_memory
 from kvferry.addresses import free_port, node_address
 from kvferry.config import ClusterConfig, GatewayConfig, parse
 from kvferry.engine.vllm.chat_template import read_chat_template
@@ -176,7 +175,7 @@ def _start(
             config=config.model_dump(mode="json"),
             asked=asked.model_dump(mode="json"),
         )
-        folder.write_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        folder.write_config(plain_yaml.dump(config.model_dump(mode="json")))
         folder.write_record(record)
         with progress.step(f"prefill, decode and gateway ({config.engine.kind} engine)"):
             # Its wait ends after the one below, which also takes a cluster that serves without all workers.
@@ -271,7 +270,7 @@ def _change_models(
         values = config.model_dump(mode="json")
         # First: what is deployed has to be what the next `up` compares with, also where it does not come up.
         record = replace(running, config=values, asked=asked.model_dump(mode="json"))
-        folder.write_config(yaml.safe_dump(values, sort_keys=False))
+        folder.write_config(plain_yaml.dump(values))
         folder.write_record(record)
         deploy = _deploy(folder, config, running.ray_address, "--wait", str(timeout_s))
         parts = _Parts(None, Ray(running.ray_address, running.pillars), deploy)
