@@ -90,7 +90,7 @@ engine:
   env: {VLLM_LOGGING_LEVEL: INFO}
 decode:
   engine:
-    args: {watermark: 0.02}                         # this role; replaces a value of `engine.args`
+    args: {watermark: 0.02}                         # this role; replaces a value of `engine.args`, null removes it
 ```
 
 Names are those of vLLM 0.32's command line, with underscores; arguments of its server, such as `--port` and
@@ -102,9 +102,10 @@ Where vLLM's own processes die, the error has the keys of all arguments that wer
 
 `kvferry config --vllm prefill` prints the command line that results, `decode` that of decode engines; it runs the
 values through the same parser and classes. It needs no cluster, no GPU and no model, and prints the line of a real
-engine also where `engine.kind` is `sim`; simulated engines check only ranges, and ignore the values. What needs the
-model or the machine is checked when an engine starts: a draft model, its folder too, `max_num_scheduled_tokens` above
-`engine.max_num_batched_tokens`, and the files that `load_format` reads. Every argument of vLLM's engine is in one of
+engine also where `engine.kind` is `sim`; simulated engines check only ranges, and ignore the values. Arguments that do
+not fit each other or settings of `engine` are refused when the configuration is read. What needs the model or the
+machine is checked when an engine starts: a draft model, its folder too, the files that `load_format` reads, and
+`max_num_scheduled_tokens` where `engine.max_num_batched_tokens` is empty. Every argument of vLLM's engine is in one of
 these tables. With the chart, arguments of one role are `roles.decode.engine.args` and
 `roles.prefill.engine.args`.
 
@@ -149,7 +150,8 @@ with a prompt, and which are transferred and kept in tiers and on volumes with i
 the same memory, and a prefill engine computes every prompt with both models. `model` is a folder on all nodes or a hub
 id; engines exchange pages only if the digests of its files are equal. Of the architectures of [models](models.md), with
 the vocabulary, type and at least the context of the model; refused are sliding windows, quantized weights (of either)
-and `tensor_parallel_size` above 1 beside it. EAGLE and MTP were not shown: they need `engine.unproven:
+and `tensor_parallel_size` above 1 beside it. Of [several models](models-in-a-cluster.md), an entry without drafts says
+`engine: {args: {speculative_config: null}}`. EAGLE and MTP were not shown: they need `engine.unproven:
 [speculative_config]`, and stand in `engine.args` too.
 
 The acceptance rate is a quotient of two counters that vLLM exports, on the [listeners](metrics.md) of decode workers

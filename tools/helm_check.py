@@ -24,7 +24,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ import yaml
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig, RoleEngineConfig
+from kvferry.vllm_arguments import RULES, Rule, may_be_of_one_role
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "deploy" / "helm" / "kvferry"
@@ -303,7 +304,9 @@ def schema_text() -> str:
     """values.schema.json with the definitions that follow from kvferry's configuration."""
     schema = json.loads((CHART / "values.schema.json").read_text())
     schema["$defs"]["config"] = config_schema()
-    schema["$defs"]["roleEngine"] = _plain(RoleEngineConfig.model_json_schema(), {})
+    schema["$defs"]["roleEngine"] = _with_names(_plain(RoleEngineConfig.model_json_schema(), {}))
+    schema["$defs"]["arguments"] = _arguments(lambda name: RULES[name] is not Rule.REFUSED)
+    schema["$defs"]["roleArguments"] = _arguments(may_be_of_one_role)
     return json.dumps(schema, indent=2) + "\n"
 
 
@@ -317,7 +320,34 @@ def config_schema() -> Document:
             del here[key]
     # Refused by the templates, in words: the chart makes no pods for them.
     plain["properties"]["pools"] = {"type": "object"}
-    return plain
+    named: Document = _with_names(plain)
+    engine = copy.deepcopy(named["properties"]["engine"])
+    for key in configuration.ENGINE_OF_THE_CLUSTER:
+        engine["properties"].pop(key, None)
+    named["properties"]["models"]["items"]["properties"]["engine"] = engine
+    return named
+
+
+def _arguments(is_taken: Callable[[str], bool]) -> Document:
+    """Names of vLLM's arguments, whose values kvferry checks."""
+    return {
+        "type": "object",
+        "properties": {name: {} for name in RULES if is_taken(name)},
+        "additionalProperties": False,
+    }
+
+
+def _with_names(schema: Any) -> Any:
+    """The schema with the names that each `args` in it takes."""
+    if isinstance(schema, list):
+        return [_with_names(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    named = {key: _with_names(each) for key, each in schema.items()}
+    if isinstance(named.get("properties"), dict) and "args" in named["properties"]:
+        is_of_role = "max_num_seqs" in named["properties"] and "unproven" not in named["properties"]
+        named["properties"]["args"] = {"$ref": f"#/$defs/{'roleArguments' if is_of_role else 'arguments'}"}
+    return named
 
 
 def _plain(schema: Any, definitions: Mapping[str, Any]) -> Any:

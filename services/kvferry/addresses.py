@@ -7,6 +7,7 @@ import errno
 import functools
 import ipaddress
 import os
+import re
 import secrets
 import socket
 from collections.abc import Mapping
@@ -27,7 +28,12 @@ POD_UID_VARIABLE = "KVFERRY_POD_UID"
 _FIRST_PORT = 20_000
 _NUM_PORTS = 10_000
 _PORT_TRIES = 100
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _MAX_ADDRESS_CHARS = 100  # an IPv6 address has 45 at most, and the name of a zone
+
+
+def is_url(text: str) -> bool:
+    return _SCHEME.match(text) is not None
 
 
 def is_loopback(host: str) -> bool:

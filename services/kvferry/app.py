@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ class _WorkerReplica:
         *_others: Any,
         pool: str = "",
         member_pool: str | None = None,
+        argument_keys: Mapping[str, str] | None = None,
         hub_model: Mapping[str, str] | None = None,
     ) -> None:
         config = _in_replica(values)
@@ -88,7 +89,9 @@ class _WorkerReplica:
         if config.volumes_of(pool) is not None:
             await ensure_keeper(values)
             keeper_socket = str(socket_path(config.tier))
-        engine = build_engine(config, self.kind, model_folder, keeper_socket=keeper_socket, pool=pool)
+        engine = build_engine(
+            config, self.kind, model_folder, keeper_socket=keeper_socket, pool=pool, argument_keys=argument_keys
+        )
         self._host = WorkerHost(config, self.kind, engine, _membership(config), pool, member_pool)
         try:
             await self._host.start()
@@ -313,9 +316,11 @@ class _Part:
     options: dict[str, Any]
     pool: str = ""
     member_pool: str = ""
+    argument_keys: Mapping[str, str] = field(default_factory=dict)
 
     def bound(self, *others: Application) -> Application:
-        own = {name: value for name in ("pool", "member_pool") if (value := getattr(self, name))}
+        names = ("pool", "member_pool", "argument_keys")
+        own = {name: value for name in names if (value := getattr(self, name))}
         named = {"name": f"{self.kind.__name__}-{self.pool}"} if self.pool else {}
         deployment = serve.deployment(self.kind).options(**self.options, **named, _internal=True)
         return deployment.bind(self.values, self.model_folder, *others, **own, **self.waits)
@@ -335,7 +340,10 @@ def _parts_of(
     version = _digest([values, folder, __version__, *(waits.values())])
     options = {"drain_timeout_s": own.worker.drain_timeout_s}
     return [
-        _Part(kind, values, folder, waits, _options(role, version, **options), entry.name, entry.pool)
+        _Part(
+            *(kind, values, folder, waits, _options(role, version, **options), entry.name, entry.pool),
+            argument_keys=config.argument_keys(kind.kind.value, entry.name),
+        )
         for kind, role in _workers(own, entry.name)
     ]
 

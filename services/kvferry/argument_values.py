@@ -12,7 +12,7 @@ _MAX_WHOLE = 2**63 - 1
 _MAX_DEPTH = 16  # of lists and mappings in each other
 _MAX_DIGITS = 32
 _POWER_OF_SUFFIX = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_WITH_SUFFIX = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])", re.ASCII)
+_WITH_SUFFIX = re.compile(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT])", re.ASCII)  # fractions of powers of 10 alone
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
 
@@ -29,11 +29,11 @@ class Whole:
     has_suffixes: bool = False  # of vLLM's `human_readable_int`
 
     def takes(self, value: object) -> bool:
-        number = _whole(value, has_suffixes=self.has_suffixes)
+        number = whole(value, has_suffixes=self.has_suffixes)
         return number is not None and self.low <= number <= self.high
 
     def __str__(self) -> str:
-        return f"a whole number from {self.low} to {self.high}" + (", or as in 4G" if self.has_suffixes else "")
+        return f"a whole number from {self.low} to {self.high}" + (", or as in 4G or 4.5g" if self.has_suffixes else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def _why_no_argument(value: object, depth: int) -> str:
     return ""
 
 
-def _whole(value: object, *, has_suffixes: bool) -> int | None:
+def whole(value: object, *, has_suffixes: bool = True) -> int | None:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if not isinstance(value, str) or len(value) > _MAX_DIGITS:
@@ -187,7 +187,7 @@ def _whole(value: object, *, has_suffixes: bool) -> int | None:
     if _WHOLE.fullmatch(value):
         return int(value)
     if has_suffixes and (found := _WITH_SUFFIX.fullmatch(value)):
-        number, suffix = found.groups()
+        number, suffix = filter(None, found.groups())
         return int(float(number) * _POWER_OF_SUFFIX[suffix])
     return None
 

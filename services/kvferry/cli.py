@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import click
-import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
@@ -19,7 +18,7 @@ from rich.table import Table
 
 import kvferry
 from kvferry import config as configuration
-from kvferry import quality_command, tenant_commands
+from kvferry import plain_yaml, quality_command, tenant_commands
 from kvferry.addresses import join_host_port
 from kvferry.config import ROLES, ClusterConfig
 from kvferry.errors import ConfigError, KvferryError, TierError
@@ -255,9 +254,9 @@ def show_config(config: ClusterConfig, role: str | None, entry: str) -> None:
         from kvferry.engine.vllm.text_model import use_cpu_platform
 
         use_cpu_platform()
-        click.echo(command_line(config.of_model(entry), role, entry))
+        click.echo(command_line(config, role, entry))
         return
-    click.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
+    click.echo(plain_yaml.dump(config.model_dump(mode="json")), nl=False)
 
 
 @main.group()

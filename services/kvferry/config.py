@@ -30,7 +30,8 @@ from pydantic import (
 )
 
 from kvferry import vllm_arguments
-from kvferry.addresses import AUTO, require_loopback
+from kvferry.addresses import AUTO, is_url, require_loopback
+from kvferry.argument_conflicts import why_in_conflict
 from kvferry.argument_values import why_not_expected
 from kvferry.errors import ConfigError
 from kvferry.plain_yaml import SafeLoader, doubled_key
@@ -184,6 +185,13 @@ class ModelConfig(_Section):
             )
         return self
 
+    @field_validator("path")
+    @classmethod
+    def _path_is_no_url(cls, path: str) -> str:
+        if is_url(path):
+            raise ValueError("expected `default`, a folder or a hub id (owner/name): models are not read from URLs")
+        return path
+
     @field_validator("served_name")
     @classmethod
     def _name_is_printable(cls, name: str) -> str:
@@ -299,7 +307,8 @@ class RoleEngineConfig(_Section):
     threads: int | None = Field(None, ge=1)
     # One role's a multiple of the other's; without `tier.volumes`, whose chunks are those of one size.
     tensor_parallel_size: int | None = Field(None, ge=1)
-    # As `engine.args`, for this role: those that engines need not have in common. They replace those of `engine`.
+    # As `engine.args`, for this role: those that engines need not have in common. They replace those of `engine`; null
+    # removes one.
     args: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -308,11 +317,21 @@ def check_arguments(args: Mapping[str, Any], *, role: str, unproven: Collection[
     if len(args) > vllm_arguments.MAX_ARGUMENTS:
         raise ValueError(f"{len(args)} arguments; {vllm_arguments.MAX_ARGUMENTS} is the limit")
     for name, value in args.items():
-        reason = vllm_arguments.why_refused(name, value, role=role, unproven=unproven)
+        reason = vllm_arguments.why_not_removed(name)
+        if value is not None:
+            reason = vllm_arguments.why_refused(name, value, role=role, unproven=unproven)
         if device == "cpu" and name == "kv_cache_memory_bytes":
             reason = "without effect on the CPU device: use engine.kv_cache_gib"
         if reason := reason or vllm_arguments.why_no_value(value) or why_not_expected(name, value):
             raise ValueError(f"{name[:80]}: {reason}")
+
+
+def check_removed(args: Mapping[str, Any], of_both: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those that are not None. Raises ValueError for one of `of_both` that a role cannot remove."""
+    for name, value in args.items():
+        if value is None and (reason := vllm_arguments.why_not_removed(name, of_both.get(name))):
+            raise ValueError(f"{name[:80]}: {reason}")
+    return vllm_arguments.replaced({}, args)
 
 
 class RoleConfig(_Section):
@@ -355,7 +374,7 @@ class PoolConfig(_Section):
 
 
 # Settings of `engine` that processes of all models share.
-_ENGINE_OF_THE_CLUSTER = ("kind", "device", "side_channel_host", "ucx_tls")
+ENGINE_OF_THE_CLUSTER = ("kind", "device", "side_channel_host", "ucx_tls")
 
 
 class ModelTierConfig(_Section):
@@ -370,7 +389,8 @@ class ModelEntryConfig(_Section):
 
     name: str  # of its workers, deployments and metrics, and of its volumes' `pool`; lower-case letters, digits, dashes
     model: ModelConfig = ModelConfig()
-    engine: dict[str, Any] = Field(default_factory=dict)  # as `engine`, whose values it replaces; `args` one by one
+    # As `engine`, whose values it replaces; `args` one by one, of which null removes one.
+    engine: dict[str, Any] = Field(default_factory=dict)
     prefill: RoleConfig = RoleConfig()
     decode: RoleConfig = RoleConfig()
     tier: ModelTierConfig = ModelTierConfig()
@@ -386,9 +406,13 @@ class ModelEntryConfig(_Section):
     @field_validator("engine")
     @classmethod
     def _engine_is_the_models(cls, engine: dict[str, Any]) -> dict[str, Any]:
-        for key in _ENGINE_OF_THE_CLUSTER:
+        for key in ENGINE_OF_THE_CLUSTER:
             if key in engine:
                 raise ValueError(f"{key}: all models of a cluster have that of the section `engine`")
+        args = engine.get("args")
+        for name, value in args.items() if isinstance(args, dict) else ():
+            if value is None and (reason := vllm_arguments.why_not_removed(name)):
+                raise ValueError(f"args: {name[:80]}: {reason}")
         return engine
 
     @property
@@ -868,8 +892,8 @@ class ClusterConfig(_Section):
             raise ValueError(f"models: {len(self.models)} and {len(self.pools)} pools; {MAX_POOLS} in all is the limit")
         places: dict[str, str] = {name: f"pools.{name}" for name in self.pools}
         for place, entry in enumerate(self.models):
-            if (other := places.setdefault(entry.name, f"models.{place}")) != f"models.{place}":
-                raise ValueError(f"models.{place}.name: {entry.name!r} is the name of {other}")
+            if (other := places.setdefault(entry.name, f"models[{place}]")) != f"models[{place}]":
+                raise ValueError(f"models[{place}].name: {entry.name!r} is the name of {other}")
         return self
 
     @model_validator(mode="after")
@@ -881,7 +905,7 @@ class ClusterConfig(_Section):
         pools = {*self.pools, *(entry.name for entry in self.models)}
         for place, volume in enumerate(self.tier.volumes):
             if volume.pool and volume.pool not in pools:
-                raise ValueError(f"tier.volumes.{place}.pool: there is no pool {volume.pool[:80]!r}")
+                raise ValueError(f"tier.volumes[{place}].pool: there is no pool {volume.pool[:80]!r}")
         return self
 
     @model_validator(mode="after")
@@ -889,7 +913,7 @@ class ClusterConfig(_Section):
         known = {*(entry.name for entry in self.models), *([DEFAULT_POOL] if self.serves_default else [])}
         for key, own, canary in (
             ("model", DEFAULT_POOL, self.model.canary),
-            *((f"models.{place}.model", each.name, each.model.canary) for place, each in enumerate(self.models)),
+            *((f"models[{place}].model", each.name, each.model.canary) for place, each in enumerate(self.models)),
         ):
             for name in canary:
                 if name == own or name not in known:
@@ -897,12 +921,6 @@ class ClusterConfig(_Section):
                     why = "is the model itself" if name == own else "is no model of this cluster"
                     why += f"; others that can take a share: {others}"
                     raise ValueError(f"{key}.canary: {name[:80]!r} {why}")
-        for place, entry in enumerate(self.models):
-            try:
-                self.of_model(entry.name)
-            except ValidationError as error:
-                faults = (_explain_derived(fault, entry.name) for fault in error.errors())
-                raise ValueError("; ".join(f"models.{place}.{fault}" for fault in faults)) from None
         return self
 
     @model_validator(mode="after")
@@ -910,24 +928,10 @@ class ClusterConfig(_Section):
         # A gateway alone would find this out, while `kvferry up` waits for it.
         if self.engine.kind == "sim":
             models = [("model", self.model)]
-            models += [(f"models.{place}.model", each.model) for place, each in enumerate(self.models)]
+            models += [(f"models[{place}].model", each.model) for place, each in enumerate(self.models)]
             for key, model in models:
                 if model.chat_template is not None:
                     raise ValueError(f"{key}.chat_template: simulated engines (engine.kind: sim) have no templates")
-        return self
-
-    @model_validator(mode="after")
-    def _models_share_volumes_of_one_layout(self) -> ClusterConfig:
-        if self.engine.kind != "vllm" or self.tier.blocks_per_chunk is not None:
-            return self
-        users = [entry.name for entry in self.models if self.of_model(entry.name).volumes_of(entry.name) == ""]
-        users += [DEFAULT_POOL] if self.serves_default and self.volumes_of("") == "" else []
-        if len(users) > 1:
-            raise ValueError(
-                f"tier.blocks_per_chunk: must be set where models share volumes ({', '.join(sorted(users))}): by "
-                "default each would have its own, and gateways know one per volume. Or give them volumes of their own "
-                "(tier.volumes.N.pool)"
-            )
         return self
 
     @model_validator(mode="after")
@@ -966,14 +970,17 @@ class ClusterConfig(_Section):
     def _arguments_of_roles_are_taken(self) -> ClusterConfig:
         for pool, name in itertools.product(("", *self.pools), ROLES):
             try:
-                args = self.role_of(name, pool).engine.args
+                args = check_removed(self.role_of(name, pool).engine.args, self.engine.args)
                 if vllm_arguments.SPECULATION in args and vllm_arguments.draft_model(self.engine.args):
                     raise ValueError(f"{vllm_arguments.SPECULATION}: engine.args has a draft model, for both roles")
                 check_arguments(args, role=name, unproven=self.engine.unproven, device=self.engine.device)
-                if reason := vllm_arguments.why_no_loading(self.engine_of(name, pool).args):
-                    raise ValueError(f"{reason} (with the values of engine.args)")
             except ValueError as error:
                 raise ValueError(f"{f'pools.{pool}.' if pool else ''}{name}.engine.args: {error}") from None
+            engine = self.engine_of(name, pool)
+            settings = {**dict(engine), "max_model_len": self.model.max_model_len}
+            keys = self._keys_of_settings(name, pool) | self.argument_keys(name, pool)
+            if reason := why_in_conflict(engine.args, settings, keys, unproven=engine.unproven):
+                raise ValueError(reason)
         return self
 
     @model_validator(mode="after")
@@ -1058,6 +1065,31 @@ class ClusterConfig(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _models_of_their_own_make_sense(self) -> ClusterConfig:
+        # After all that the default model's settings have in common with these.
+        for place, entry in enumerate(self.models):
+            try:
+                self.of_model(entry.name)
+            except ValidationError as error:
+                faults = (_explain_derived(fault, entry, f"models[{place}]") for fault in error.errors())
+                raise ValueError("; ".join(faults)) from None
+        return self
+
+    @model_validator(mode="after")
+    def _models_share_volumes_of_one_layout(self) -> ClusterConfig:
+        if self.engine.kind != "vllm" or self.tier.blocks_per_chunk is not None:
+            return self
+        users = [entry.name for entry in self.models if self.of_model(entry.name).volumes_of(entry.name) == ""]
+        users += [DEFAULT_POOL] if self.serves_default and self.volumes_of("") == "" else []
+        if len(users) > 1:
+            raise ValueError(
+                f"tier.blocks_per_chunk: must be set where models share volumes ({', '.join(sorted(users))}): by "
+                "default each would have its own, and gateways know one per volume. Or give them volumes of their own "
+                "(tier.volumes[N].pool)"
+            )
+        return self
+
     @property
     def serves_default(self) -> bool:
         roles = (getattr(section, role) for section in (self, *self.pools.values()) for role in ROLES)
@@ -1072,10 +1104,10 @@ class ClusterConfig(_Section):
     def _further_names(self) -> dict[str, str]:
         """Return names that clients may ask for beside the default model's, by key; empty ones are of pools alone."""
         names = {f"pools.{name}.served_name": pool.served_name for name, pool in self.pools.items()}
-        names |= {f"model.aliases.{place}": alias for place, alias in enumerate(self.model.aliases)}
+        names |= {f"model.aliases[{place}]": alias for place, alias in enumerate(self.model.aliases)}
         for place, entry in enumerate(self.models):
-            names[f"models.{place}.model.served_name"] = entry.served_model.served_name
-            names |= {f"models.{place}.model.aliases.{i}": alias for i, alias in enumerate(entry.model.aliases)}
+            names[f"models[{place}].model.served_name"] = entry.served_model.served_name
+            names |= {f"models[{place}].model.aliases[{i}]": alias for i, alias in enumerate(entry.model.aliases)}
         return names
 
     def entry(self, name: str) -> ModelEntryConfig:
@@ -1095,7 +1127,7 @@ class ClusterConfig(_Section):
             values["model"] = entry.served_model.model_dump()
             values["engine"] |= entry.engine
             if isinstance(own_args := entry.engine.get("args"), dict):
-                values["engine"]["args"] = {**self.engine.args, **own_args}
+                values["engine"]["args"] = vllm_arguments.replaced(self.engine.args, own_args)
             values["tier"] |= entry.tier.model_dump(exclude_none=True)
             if not values["tier"]["enabled"]:
                 values["tier"]["volumes"] = ()
@@ -1136,26 +1168,35 @@ class ClusterConfig(_Section):
 
     def engine_of(self, role: str, pool: str = "") -> EngineConfig:
         own = self.role_of(role, pool).engine.model_dump(exclude_none=True)
-        own["args"] = {**self.engine.args, **own["args"]}
+        own["args"] = vllm_arguments.replaced(self.engine.args, own["args"])
         if pool and (kv_cache_dtype := self.pools[pool].kv_cache_dtype) is not None:
             own["kv_cache_dtype"] = kv_cache_dtype
         return self.engine.model_copy(update=own)
 
+    def _keys_of_settings(self, role: str, pool: str) -> dict[str, str]:
+        prefix = f"pools.{pool}.{role}." if pool else f"{role}."
+        own = self.role_of(role, pool).engine.model_dump(exclude_none=True)
+        return {name: f"{prefix if name in own else ''}engine.{name}" for name in EngineConfig.model_fields}
+
     def argument_keys(self, role: str, pool: str = "") -> dict[str, str]:
-        """Return the key of each of `engine_of(role, pool).args`."""
-        prefix = f"pools.{pool}.{role}" if pool in self.pools else role
-        own = self.role_of(role, pool).engine.args
-        return {
-            name: f"{prefix if name in own else ''}.engine.args.{name}".lstrip(".")
-            for name in {**self.engine.args, **own}
-        }
+        """Return the key of each argument of these engines; `pool` may be an entry's name."""
+        entry = next((each for each in self.models if each.name == pool), None)
+        if entry is None:
+            prefix, of_model, of_role = f"pools.{pool}." if pool else "", {}, self.role_of(role, pool).engine.args
+        else:
+            # By its name: its place changes with other entries.
+            prefix, of_model = f"models[{pool}].", entry.engine.get("args", {})
+            of_role = getattr(entry, role).engine.args
+        values = {**self.engine.args, **of_model, **of_role}
+        keys = {name: f"engine.args.{name}" for name in values}
+        keys |= {name: f"{prefix}engine.args.{name}" for name in of_model}
+        keys |= {name: f"{prefix}{role}.engine.args.{name}" for name in of_role}
+        return {name: key for name, key in keys.items() if values[name] is not None}
 
     def volumes_of(self, pool: str) -> str | None:
-        """Return the pool whose volumes the engines of `pool` use: its own, the default one, or None.
-
-        Volumes of the default pool are shared only by pools that are not dedicated and have its dtype of pages and its
-        ranks: route keys do not name these, so gateways would price pages there that the pool's engines cannot read.
-        """
+        """Return the pool whose volumes the engines of `pool` use: its own, the default one, or None."""
+        # Volumes of the default pool are shared only by pools that are not dedicated and have its dtype of pages and
+        # its ranks: route keys do not name these, so gateways would price pages that the pool's engines cannot read.
         owners = {volume.pool for volume in self.tier.volumes}
         if pool in owners:
             return pool
@@ -1284,37 +1325,53 @@ _TYPE_TO_WORDS = {
 
 def _explain(fault: Any, values: Mapping[str, Any]) -> str:
     """Describe one fault in one line: key, value, what is allowed."""
-    path = [str(part) for part in fault["loc"]]
-    key = ".".join(path) or "configuration"
+    path = fault["loc"]
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    key = "".join(parts).removeprefix(".") or "configuration"
     if fault["type"] == "extra_forbidden":
         allowed = _keys_beside(path)
-        close = difflib.get_close_matches(path[-1], allowed, n=1)
+        close = difflib.get_close_matches(str(path[-1]), allowed, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         return f"{key}: unknown key (value {fault['input']!r}){hint} Allowed here: {', '.join(allowed)}"
     message = fault["msg"].removeprefix("Value error, ")
+    if not path and fault["type"] == "value_error":
+        return str(message)  # it has the keys that are compared
     if fault["type"] in _TYPE_TO_WORDS:
         message = f"expected {_TYPE_TO_WORDS[fault['type']]}"
     if fault["type"] == "string_type" and isinstance(fault["input"], bool | int | float):
-        message = f"expected a text: quote it, as in {key}='\"{fault['input']}\"'"
+        # Floats are not written as they were: 12e4 is 120000.0.
+        sample = "" if isinstance(fault["input"], float) else f", as in {key}='\"{fault['input']}\"'"
+        message = f"expected a text: quote it{sample}"
     # A validator of a list or a mapping names the entry that is wrong; the whole value would only repeat it.
     is_named = isinstance(fault["input"], dict) or (fault["type"] == "value_error" and isinstance(fault["input"], list))
     return f"{key}: {message}" if is_named else f"{key}: {message}, not {fault['input']!r}"
 
 
-def _explain_derived(fault: Any, entry: str) -> str:
-    text = _explain(fault, {}).removeprefix("configuration: ")
-    return text.replace(f"pools.{entry}.", "")
+_KEY_OF_ENTRIES = re.compile(r"(?<![\w.\[\]-])(?:model|tier|engine(?:\.args)?)\.\w+")
+
+
+def _explain_derived(fault: Any, entry: ModelEntryConfig, here: str) -> str:
+    """Describe a fault of `of_model` with keys as the values stand, in the entry `here` or outside of it."""
+    args = entry.engine.get("args")
+    own = {f"engine.{name}" for name in entry.engine} | {f"tier.{name}" for name in entry.tier.model_fields_set}
+    own |= {f"engine.args.{name}" for name in args} if isinstance(args, dict) else set()
+
+    def placed(found: re.Match[str]) -> str:
+        return f"{here}.{found[0]}" if found[0] in own or found[0].startswith("model.") else found[0]
+
+    text = _KEY_OF_ENTRIES.sub(placed, _explain(fault, {}).replace(f"pools.{entry.name}.", f"{here}."))
+    return text if text.startswith(f"{here}.") else f"{here}: {text}"
 
 
 def _owner_in_words(key: str) -> str:
     return f"pool {key.split('.')[1]!r}" if key.startswith("pools.") else key
 
 
-def _keys_beside(path: Sequence[str]) -> list[str]:
+def _keys_beside(path: Sequence[str | int]) -> list[str]:
     section: type[BaseModel] = ClusterConfig
     is_in_mapping = False
     for part in path[:-1]:
-        if is_in_mapping or part.isdecimal():
+        if is_in_mapping or isinstance(part, int):
             is_in_mapping = False
             continue  # an entry of the list or mapping before it
         annotation = section.model_fields[part].annotation

@@ -47,19 +47,26 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return base / "kvferry"
 
 
-def resolve(name: str, *, report: Callable[[str], None] = lambda _: None, with_weights: bool = True) -> Path:
+def resolve(
+    name: str,
+    *,
+    report: Callable[[str], None] = lambda _: None,
+    with_weights: bool = True,
+    key: str = "model.path",
+) -> Path:
     """Return the folder of `default`, of a folder with a config.json, or of a hub id.
 
-    Raises ConfigError when the model cannot be had.
+    Raises ConfigError, which names `key`.
     """
     if name == DEFAULT_NAME:
         return _default_model(report)
-    folder = _expanded(name)
+    folder = _expanded(name, key)
     if (folder / _CONFIG_FILE).is_file():
         return folder.resolve()
     if folder.exists() or name.startswith(("/", "./", "../", "~")):
-        raise _unusable(f"{name!r} is not a folder with a config.json; {_ALLOWED}")
-    return from_hub(name, report, leave_out=() if with_weights else WEIGHT_SUFFIXES | OTHER_WEIGHT_SUFFIXES)
+        raise _unusable(f"{name!r} is not a folder with a config.json; {_ALLOWED}", key)
+    leave_out = () if with_weights else WEIGHT_SUFFIXES | OTHER_WEIGHT_SUFFIXES
+    return from_hub(name, report, leave_out=leave_out, key=key)
 
 
 def is_folder(name: str) -> bool:
@@ -185,14 +192,14 @@ def from_hub(
     return Path(folder).resolve()
 
 
-def _expanded(name: str) -> Path:
+def _expanded(name: str, key: str = "model.path") -> Path:
     try:
         folder = Path(name).expanduser()
         # Raises where the name is too long, or on the way to it something may not be read.
         (folder / _CONFIG_FILE).is_file()
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise _unusable(f"{name[:200]!r} is no folder: {reason}") from None
+        raise _unusable(f"{name[:200]!r} is no folder: {reason}", key) from None
     return folder
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
 _TIMESTAMP_TAG: Final = "tag:yaml.org,2002:timestamp"
+_FLOAT_TAG: Final = "tag:yaml.org,2002:float"
+_FLOAT: Final = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z", re.ASCII)
 
 
 class SafeLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with dates as text."""
+    """PyYAML's safe loader with dates as text, and floats as in YAML 1.2."""
 
     # lm-format-enforcer, which vLLM imports, changes PyYAML's own loaders to this for the whole process: a file would
     # mean one thing before that import and another after it.
@@ -22,13 +25,25 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     pass
 
 
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
 for _each in (SafeLoader, _Loader):
     _each.add_constructor(_TIMESTAMP_TAG, yaml.SafeLoader.construct_yaml_str)  # type: ignore[type-var]
+# In YAML 1.1, PyYAML's, 1e-3 and 1e+06 are texts, as floats need a point, and exponents a sign.
+for _user in (SafeLoader, _Loader, _Dumper):
+    _user.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+.0123456789"))
 
 MAX_DEPTH: Final = 16
 MAX_SCALAR_CHARS: Final = 4096
 _MERGE: Final = "<<"
 _MERGE_TAG: Final = "tag:yaml.org,2002:merge"
+
+
+def dump(values: Any) -> str:
+    """Return YAML that is read as the same values here."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def read_bounded(file: Path, max_bytes: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from pathlib import Path
 
@@ -36,9 +37,21 @@ def _served_model(config: ClusterConfig, model_folder: str) -> ServedModel:
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    """Return 32 hexadecimal digits; empty without any of the files."""
+    """Return 32 hexadecimal digits, and a kind that is Mistral's; empty without files."""
     digest = xxhash.xxh3_128()
     names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for name in names:
         digest.update(f"{name}\0{xxhash.xxh3_128_hexdigest((folder / name).read_bytes())}\0".encode())
-    return digest.hexdigest() if names else ""
+    kind = " of mistral_common" if has_mistral_tokenizer(folder) else ""
+    return digest.hexdigest() + kind if names or kind else ""
+
+
+def has_mistral_tokenizer(folder: Path) -> bool:
+    """Return whether vLLM takes Mistral's own tokenizer."""
+    # It depends on names of weights, which gateways may lack.
+    names = [file.name for file in folder.rglob("*") if file.is_file()]
+    has_weights, has_tokenizer = (
+        any(fnmatch.fnmatch(name, pattern) for name in names for pattern in patterns)
+        for patterns in (("consolidated*.safetensors",), ("tekken.json", "tokenizer.model.v*"))
+    )
+    return has_weights and has_tokenizer

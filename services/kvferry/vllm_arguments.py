@@ -1,7 +1,7 @@
-"""Which arguments of vLLM's engine `engine.args` may hold: vLLM's names, with the reason of each decision.
+"""Which arguments of vLLM's engine `engine.args` may hold, and why.
 
 Each of vLLM 0.32's `AsyncEngineArgs` is in one of four tables: refused, equal in both roles and part of the exchange
-digest, free by role, or unproven (refused unless `engine.unproven` names it, but for values that were shown).
+digest, free by role, or unproven (refused unless `engine.unproven` names it, but for shown values).
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import difflib
 import json
 from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
+from typing import Any
+
+from kvferry.addresses import is_url
 
 MAX_ARGUMENTS = 64  # of one section
 MAX_VALUE_CHARS = 16_384  # of one value, as JSON
@@ -258,6 +261,19 @@ _NGRAM_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_
 DRAFT_MODEL = "draft_model"
 _DRAFT_MODEL_KEYS = ("method", "model", "num_speculative_tokens")
 _MAX_DRAFT_PATH = 4096  # characters
+_METHODS = ("ngram", DRAFT_MODEL)
+# Further ones that vLLM has, at the operator's own risk.
+_OTHER_SPECULATION_KEYS = (
+    "enforce_eager", "draft_tensor_parallel_size", "tensor_parallel_size", "quantization", "moe_backend",
+    "attention_backend", "kv_cache_dtype", "max_model_len", "revision", "code_revision",
+    "index_share_for_mtp_iteration",
+    "disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction", "use_heterogeneous_vocab",
+    "parallel_drafting", "target_model_config", "target_parallel_config", "num_speculative_tokens_per_batch_size",
+    "draft_model_config", "draft_parallel_config", "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
+    "draft_load_config", "rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length",
+    "enable_adaptive_verification", "draft_sample_method", "dspark_draft_topk",
+)  # fmt: skip
 
 
 def why_no_ngrams(value: object) -> str:
@@ -280,7 +296,7 @@ def why_no_draft_model(value: Mapping[str, object]) -> str:
     if reason := _why_other_keys(value, _DRAFT_MODEL_KEYS):
         return reason
     model = value.get("model")
-    if not isinstance(model, str) or not 0 < len(model) <= _MAX_DRAFT_PATH:
+    if not isinstance(model, str) or not 0 < len(model) <= _MAX_DRAFT_PATH or is_url(model):
         return "model: expected the draft model's folder or hub id (owner/name)"
     return ""
 
@@ -347,13 +363,36 @@ def why_no_loader_options(value: object) -> str:
 
 
 def why_no_loading(args: Mapping[str, object]) -> str:
-    """Return why the arguments of one engine do not fit each other, or an empty string."""
+    """Return an option that the load format does not take, and why; or an empty string."""
     options, chosen = args.get(LOADER_OPTIONS), args.get(LOAD_FORMAT, "auto")
     for key in options if isinstance(options, Mapping) else ():
         takers = _LOADER_OPTIONS.get(str(key), ())
         if takers and chosen in _SHOWN_LOAD_FORMATS and chosen not in takers:
-            return f"{LOADER_OPTIONS}.{key}: only with {LOAD_FORMAT} {' or '.join(takers)}, and it is {chosen}"
+            return f"{key}: only with {LOAD_FORMAT} {' or '.join(takers)}, and it is {chosen}"
     return ""
+
+
+# Keys of arguments that are mappings, the shown ones first.
+KEYS_OF_MAPPINGS: Mapping[str, tuple[str, ...]] = {
+    SPECULATION: (*dict.fromkeys(_NGRAM_KEYS + _DRAFT_MODEL_KEYS), *_OTHER_SPECULATION_KEYS),
+    LOADER_OPTIONS: (*_LOADER_OPTIONS, "distributed", "enable_weights_track", "pattern", "tensorizer_config"),
+}
+
+
+def why_misspelt(name: str, value: object) -> str:
+    """Return what to write instead of a key or method that vLLM does not know, or an empty string."""
+    known = KEYS_OF_MAPPINGS.get(name)
+    if known is None or not isinstance(value, Mapping):
+        return ""
+    for key in value:
+        if key not in known:
+            near = difflib.get_close_matches(str(key)[:80], known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known[:5])} and others"
+            return f"{str(key)[:80]!r}: vLLM has no such key here; {hint}"
+    method = str(value.get("method", _METHODS[0]))[:80]
+    # Others of vLLM's are less alike.
+    near = difflib.get_close_matches(method, _METHODS, n=1, cutoff=0.8)
+    return f"method: did you mean {near[0]!r}, not {method!r}?" if near and near[0] != method else ""
 
 
 # Why a value of an unproven argument was not shown, of those with shown ones that each role may choose.
@@ -373,20 +412,17 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
 
     `role` is that whose `engine.args` it stands in, empty for those of both roles.
     """
-    if "-" in name and name.replace("-", "_").lstrip("_") in RULES:
-        return f"written as {name.replace('-', '_').lstrip('_')!r} here"
-    rule = RULES.get(name)
-    if rule is None:
-        if key := _KEYS_OF_THE_SERVER.get(name.replace("-", "_")):
-            return f"an argument of vLLM's server, which kvferry does not run: use {key}"
-        near = difflib.get_close_matches(name[:80], [each for each in RULES if not each.startswith("_")], n=1)
-        return "vLLM's engine has no such argument" + (f"; did you mean {near[0]!r}?" if near else "")
+    if reason := why_unknown(name):
+        return reason
+    rule = RULES[name]
     if rule is Rule.REFUSED:
         reason = REASONS[name]
         if role and name in KEYS_OF_ROLES:
             reason += f", or {name} beside these args"
         return f"not taken here: {reason}"
     if rule is Rule.UNPROVEN and name not in unproven:
+        if reason := why_misspelt(name, value):
+            return reason
         if name == SPECULATION:
             return _why_no_speculation(value, role)
         reason = f"not shown to give right answers here ({REASONS[name]})"
@@ -397,6 +433,34 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
         return reason + _at_own_risk(name)
     if role and must_be_equal(name, value):
         return f"both roles need the same: give it in engine.args ({REASONS[name]})"
+    return ""
+
+
+def why_unknown(name: str) -> str:
+    """Return what to write instead of a name that no argument has, or an empty string."""
+    if name in RULES:
+        return ""
+    if "-" in name and name.replace("-", "_").lstrip("_") in RULES:
+        return f"written as {name.replace('-', '_').lstrip('_')!r} here"
+    if key := _KEYS_OF_THE_SERVER.get(name.replace("-", "_")):
+        return f"an argument of vLLM's server, which kvferry does not run: use {key}"
+    near = difflib.get_close_matches(name[:80], [each for each in RULES if not each.startswith("_")], n=1)
+    return "vLLM's engine has no such argument" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def replaced(args: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with those of a role or an entry of `models` over them; None removes one."""
+    return {name: value for name, value in {**args, **own}.items() if value is not None}
+
+
+def why_not_removed(name: str, value: object = None) -> str:
+    """Return why no null may stand for an argument, in a role where both have `value`; or an empty string."""
+    if reason := why_unknown(name):
+        return reason
+    if name in REFUSED:
+        return f"not taken here: {REASONS[name]}"
+    if value is not None and must_be_equal(name, value):
+        return f"both roles need the same: remove it in engine.args ({REASONS[name]})"
     return ""
 
 
@@ -424,6 +488,11 @@ def must_be_equal(name: str, value: object) -> bool:
     if name in _SHOWN_VALUES and not _SHOWN_VALUES[name](value):
         return False
     return RULES[name] in (Rule.EQUAL, Rule.UNPROVEN)
+
+
+def may_be_of_one_role(name: str) -> bool:
+    """Return whether `prefill.engine.args` or `decode.engine.args` takes an argument, of some values at least."""
+    return RULES[name] is Rule.FREE or name in (SPECULATION, *_SHOWN_VALUES)
 
 
 _MAX_VARIABLE_CHARS = 4096

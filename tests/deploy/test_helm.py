@@ -225,6 +225,14 @@ def models(*entries: dict[str, Any]) -> dict[str, Any]:
     return at("config.models", list(entries or (CHAT, SMALL)))
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+def drafted(folder: str = "/models/d") -> dict[str, Any]:
+    """Values with a draft model of all models."""
+    return at("config.engine.args.speculative_config", {"method": "draft_model", "model": folder})
+
+
 MODELS = merged(models(), at("config.model.path", "/models/m"), at("model.volume.claimName", "m"))
 ALERTS = [
     rule["alert"]
@@ -418,6 +426,61 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         merged(MODELS, at("roles.models.small.decode.extraVolumes", [{"name": "shm"}])),
         'roles.models.small.decode.extraVolumes name "shm" twice',
     ),
+    (
+        merged(drafted("acme/d")),
+        'config.engine.args.speculative_config.model is "acme/d": workers download no draft model. Name its folder '
+        "below model.volume.mountPath, /models, or fill one with model.weights.also",
+    ),
+    (drafted(), 'model is "/models/d": workers download no draft model'),
+    (
+        merged(models(SMALL), at("config.model.path", "/models/m"), at("model.volume.claimName", "m"), drafted("/m/d")),
+        'config.engine.args.speculative_config.model is "/m/d": workers download no draft model',
+    ),
+    (
+        merged(
+            at("config.model.path", "/models/m"),
+            at("model.volume.claimName", "m"),
+            models({**SMALL, "engine": {"args": drafted("d")["config"]["engine"]["args"]}}),
+        ),
+        'config.models[0].engine.args.speculative_config.model is "d": workers download no draft model',
+    ),
+    (
+        merged(WEIGHTS, drafted()),
+        'config.engine.args.speculative_config.model is "/models/d": with model.weights it is the folder of a model '
+        "that the volume is filled with, /models/OWNER--NAME--REVISION, of model.weights.also",
+    ),
+    (
+        merged(ON_A_RAY_THAT_IS_THERE, drafted("acme/d")),
+        'config.engine.args.speculative_config.model is "acme/d" and ray.mode is existing: nothing downloads a model',
+    ),
+    (
+        merged(MODELS, drafted()),
+        "config.models[0].engine.tensor_parallel_size is 2 and config.engine.args.speculative_config has a draft "
+        "model, which was not shown on several ranks of tensor parallelism: remove it, in an entry of "
+        "config.models with null",
+    ),
+    (
+        at("roles.prefill.engine.args.speculative_config", NGRAM),
+        "roles.prefill.engine.args.speculative_config: decode roles take n-grams here, beside no draft model",
+    ),
+    (
+        at("roles.decode.engine.args.speculative_config", {"method": "draft_model", "model": "/models/d"}),
+        "roles.decode.engine.args.speculative_config: decode roles take n-grams here",
+    ),
+    (
+        merged(
+            at("config.model.path", "/models/m"),
+            at("model.volume.claimName", "m"),
+            drafted(),
+            at("roles.decode.engine.args.speculative_config", NGRAM),
+        ),
+        "roles.decode.engine.args.speculative_config: decode roles take n-grams here, beside no draft model",
+    ),
+    (at("roles.decode.engine.args.watermrk", 0.1), "watermrk"),
+    (at("roles.decode.engine.args.seed", 1), "seed"),
+    (at("config.engine.args.max_num_seqs", 1), "max_num_seqs"),
+    (models({**SMALL, "engine": {"args": {"seeed": 1}}}), "seeed"),
+    (models({**SMALL, "engine": {"kind": "vllm"}}), "kind"),
     (
         at("config.model.chat_template", "chat.jinja"),
         'config.model.chat_template is "chat.jinja": name an absolute path',

@@ -209,7 +209,7 @@ def test_what_is_shown_fits_where_it_would_run() -> None:
             assert weights["claim"]["sizeGiB"] * 2**30 > 2 * entry.num_parameters + 2**30
         else:
             assert VALUES["model"]["cache"]["sizeGiB"] * 2**30 > 2 * entry.num_parameters + 5 * 2**30
-    assert checked == 3
+    assert checked == 4
 
 
 @pytest.mark.parametrize("tool", ["Argo CD", "Flux"])

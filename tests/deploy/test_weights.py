@@ -34,6 +34,44 @@ def jobs(documents: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     }
 
 
+def test_workers_wait_for_their_draft_model_too(tmp_path: Path) -> None:
+    drafts = {"method": "draft_model", "model": "/models/acme--draft--v9", "num_speculative_tokens": 3}
+    also = [{"path": "acme/draft", "revision": "v9"}, {"path": "acme/next", "revision": "v2"}]
+    entry = {
+        "name": "next",
+        "model": {"path": "/models/acme--next--v2"},
+        "engine": {"args": {"speculative_config": None}},
+    }
+    documents = rendered(
+        tmp_path,
+        {
+            "config": {"engine": {"args": {"speculative_config": drafts}}, "models": [entry]},
+            "model": {"weights": {"also": also}},
+            "roles": {"decode": {"engine": {"args": {"load_format": "safetensors"}}}},
+        },
+    )
+    for document in documents:
+        helm_check.validate(document)
+    service = one(documents, "RayService")
+    assert written_back(service) == service
+    waited = {
+        group["groupName"]: [
+            (each["name"], each["command"][-1]) for each in group["template"]["spec"]["initContainers"]
+        ]
+        for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    }
+    model = ("weights", f"/models/{MODEL.replace('/', '--')}--v1")
+    both = [model, ("weights-draft", "/models/acme--draft--v9")]
+    others = [("weights", "/models/acme--next--v2")]
+    assert waited == {"prefill": both, "decode": both, "prefill-next": others, "decode-next": others}
+    gateway = one(documents, "Deployment", "trial-gateway")["spec"]["template"]["spec"]
+    assert "weights-draft" not in [each["name"] for each in gateway["initContainers"]], "it computes nothing"
+    configs = helm_check.parse_configs(documents)
+    engines = [config.of_model("next").engine_of("decode", "next") for config in configs if config.models]
+    assert engines
+    assert all("speculative_config" not in engine.args for engine in engines)
+
+
 @pytest.mark.parametrize("mode", ["deployment", "serve"])
 def test_every_member_waits_for_the_folder_that_the_job_fills(tmp_path: Path, mode: str) -> None:
     documents = rendered(tmp_path, {"gateway": {"mode": mode}})
@@ -87,7 +125,7 @@ def test_a_job_is_another_one_where_anything_of_it_changes_and_the_same_after_a_
     before = jobs(rendered(tmp_path))
     for changes in (
         {"config": {"model": {"revision": "v2"}}},
-        {"config": {"model": {"path": "acme/other"}}},
+        {"config": {"model": {"path": "acme/next"}}},
         {"image": {"tag": "0.2.0"}},
         {"model": {"download": {"env": {"HF_ENDPOINT": "https://hub.example.com"}}}},
         {"model": {"weights": {"backoffLimit": 3}}},

@@ -117,6 +117,9 @@ def test_each_model_has_deployments_whose_versions_know_of_no_other_model() -> N
     assert alpha.init_args[1] == "/models/alpha"
     pool = configuration.parse(values(models=[ALPHA])).entry("alpha").pool
     assert alpha.init_kwargs == {"pool": "alpha", "member_pool": pool}
+    named = {**ALPHA, "engine": {"args": {"watermark": 0.1}}}
+    engine = build(models=[BETA, named])["DecodeWorker-alpha"]
+    assert engine.init_kwargs["argument_keys"] == {"watermark": "models[alpha].engine.args.watermark"}
 
     def versions(**changes: Any) -> dict[str, tuple[str, str]]:
         return {name: (each.version, str(each.init_args[:2])) for name, each in build(**changes).items()}

@@ -60,6 +60,8 @@ def test_what_no_argument_may_be_is_refused_with_the_key_and_what_is_expected(na
         ("kv_cache_memory_bytes", 0, "or as in 4G"),
         ("kv_cache_memory_bytes", "1025T", "to 1125899906842624"),
         ("kv_cache_memory_bytes", "4 G", "or as in 4G"),
+        ("kv_cache_memory_bytes", "4.5G", "or as in 4G or 4.5g"),
+        ("safetensors_prefetch_block_size", "4.5K", "or as in 4G or 4.5g"),
         ("seed", -1, "from 0 to 4294967295"),
         ("seed", 2**32, "from 0 to 4294967295"),
         ("watermark", 1, "expected a number from 0, below 1"),
@@ -141,3 +143,20 @@ def test_the_key_of_an_argument_is_that_of_its_role_and_pool() -> None:
     assert config.argument_keys("decode")["watermark"] == "decode.engine.args.watermark"
     assert config.argument_keys("decode", "p")["kv_cache_metrics"] == "pools.p.decode.engine.args.kv_cache_metrics"
     assert config.argument_keys("decode", "p")["watermark"] == "engine.args.watermark"
+
+
+def test_the_key_of_an_entrys_argument_is_where_it_stands() -> None:
+    entry = {
+        "name": "chat",
+        "engine": {"args": {"seed": 3, "load_format": "safetensors", "use_tqdm_on_load": None}},
+        "decode": {"engine": {"args": {"load_format": "auto"}}},
+    }
+    args = {"seed": 1, "watermark": 0.1, "use_tqdm_on_load": False}
+    config = configuration.parse({"engine": {"args": args}, "models": [{"name": "small"}, entry]})
+    assert config.argument_keys("decode", "chat") == {
+        "seed": "models[chat].engine.args.seed",
+        "watermark": "engine.args.watermark",
+        "load_format": "models[chat].decode.engine.args.load_format",
+    }
+    assert config.argument_keys("prefill", "chat")["load_format"] == "models[chat].engine.args.load_format"
+    assert set(config.argument_keys("decode", "chat")) == set(config.of_model("chat").engine_of("decode", "chat").args)

@@ -87,11 +87,11 @@ def test_a_configuration_cannot_be_changed() -> None:
         ({"tier": {"volumes": [{"path": "/a", "capacity_gib": 1}]}}, ["tier", "volumes", "enabled: true"]),
         (
             {"tier": {"enabled": True, "volumes": [{"path": "pages", "capacity_gib": 1}]}},
-            ["tier.volumes.0.path", "absolute path", "pages"],
+            ["tier.volumes[0].path", "absolute path", "pages"],
         ),
         (
             {"tier": {"enabled": True, "volumes": [{"path": "/a", "capacity_gib": 0}]}},
-            ["tier.volumes.0.capacity_gib", "greater than 0"],
+            ["tier.volumes[0].capacity_gib", "greater than 0"],
         ),
         (
             {
@@ -136,7 +136,7 @@ def test_an_unknown_key_is_named_with_the_keys_beside_it_and_the_closest() -> No
 
 def test_an_unknown_key_of_an_entry_is_named_with_the_keys_beside_it() -> None:
     message = fault(tier={"enabled": True, "volumes": [{"path": "/a", "capacity_gb": 1}]})
-    assert "tier.volumes.0.capacity_gb" in message
+    assert "tier.volumes[0].capacity_gb" in message
     assert "did you mean 'capacity_gib'?" in message
     assert "write_gib_per_day" in message
 
@@ -169,6 +169,18 @@ def test_an_unknown_environment_variable_of_ours_is_a_fault() -> None:
 def test_a_flag_that_is_no_assignment_is_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match=r"expected section\.key=value"):
         load(environ={}, flags=[flag])
+
+
+def test_floats_may_have_an_exponent_alone(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    args = "{custom_histogram_buckets: {request_latency: [1e-3, 1e-2, 1]}}"
+    file.write_text(f"engine: {{max_num_batched_tokens: 1e+06, args: {args}}}\n")
+    config = load(file, environ={}, flags=["engine.args.watermark=1e-3"])
+    buckets = {"request_latency": [0.001, 0.01, 1]}
+    assert config.engine.args == {"custom_histogram_buckets": buckets, "watermark": 0.001}
+    assert config.engine.max_num_batched_tokens == 1_000_000
+    with pytest.raises(ConfigError, match=r"^model\.revision: expected a text: quote it, not 120000\.0$"):
+        load(environ={}, flags=["model.revision=12e4"])
 
 
 def test_a_value_that_is_no_yaml_is_a_text() -> None:
@@ -238,6 +250,16 @@ def test_the_served_name_is_the_last_part_of_the_path_unless_given(model: dict[s
 
 
 TLS = {"cert_file": "a.pem", "key_file": "a.key", "ca_file": "ca.pem"}
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/model", "gs://b", "HTTPS://hub/x", "file:///models/x"])
+def test_a_model_is_not_read_from_a_url(path: str) -> None:
+    said = f"expected `default`, a folder or a hub id (owner/name): models are not read from URLs, not '{path}'"
+    assert fault(model={"path": path}) == f"model.path: {said}"
+    # Whatever reads the weights: their digest is taken of files.
+    for args in ({"load_format": "runai_streamer"}, {"load_format": "dummy"}):
+        assert said in fault(model={"path": path}, engine={"unproven": ["load_format"], "args": args})
+    assert said in fault(models=[{"name": "a", "model": {"path": path}}])
 
 
 def test_insecure_may_name_its_listeners() -> None:
@@ -411,7 +433,7 @@ def test_a_request_waits_for_its_pages_as_long_as_they_may_wait_and_be_read() ->
     ("flag", "said"),
     [
         ("tier.volumes=5", "tier.volumes: expected a list, not 5"),
-        ("tier.volumes=[3]", "tier.volumes.0: expected a mapping of settings, not 3"),
+        ("tier.volumes=[3]", r"tier\.volumes\[0\]: expected a mapping of settings, not 3"),
         ("decode.resources=[1]", r"decode.resources: expected a mapping, not \[1\]"),
     ],
 )
@@ -441,7 +463,7 @@ def test_a_value_of_the_wrong_kind_is_told_in_words_of_yaml(flag: str, said: str
         ({"pools": {"a": {"served_name": "m" * 201}}}, "pools.a.served_name: String should have at most 200"),
         (
             {"tier": {"enabled": True, "volumes": [{"path": "/v", "capacity_gib": 1, "pool": "a"}]}},
-            "tier.volumes.0.pool: there is no pool 'a'",
+            "tier.volumes[0].pool: there is no pool 'a'",
         ),
     ],
 )
@@ -449,38 +471,41 @@ def test_pools_that_make_no_sense_are_refused(sections: dict[str, Any], said: st
     assert said in fault(**sections)
 
 
+RANKS: dict[str, Any] = {"decode": {"engine": {"tensor_parallel_size": 2}}}
+SEEDED: dict[str, Any] = {"seed": 3}
+SEEDED_DECODE: dict[str, Any] = {"decode": {"engine": {"args": SEEDED}}}
 NO_DEFAULT: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}
 
 
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"models": [{"name": "A"}]}, "models.0.name: pool 'A': lower-case letters, digits and dashes, at most 31"),
-        ({"models": [{"name": "a@b"}]}, "models.0.name: pool 'a@b': lower-case letters"),
-        ({"models": [{"name": "a\nb"}]}, "models.0.name: pool 'a\\nb': lower-case letters"),
-        ({"models": [{"name": "default"}]}, "models.0.name: pool 'default': this is the name of the workers"),
-        ({"models": [{"name": "other"}]}, "models.0.name: 'other': metrics have it for the sum of many models"),
-        ({"models": [{}]}, "models.0.name: Field required"),
+        ({"models": [{"name": "A"}]}, "models[0].name: pool 'A': lower-case letters, digits and dashes, at most 31"),
+        ({"models": [{"name": "a@b"}]}, "models[0].name: pool 'a@b': lower-case letters"),
+        ({"models": [{"name": "a\nb"}]}, "models[0].name: pool 'a\\nb': lower-case letters"),
+        ({"models": [{"name": "default"}]}, "models[0].name: pool 'default': this is the name of the workers"),
+        ({"models": [{"name": "other"}]}, "models[0].name: 'other': metrics have it for the sum of many models"),
+        ({"models": [{}]}, "models[0].name: Field required"),
         ({"models": {"a": {}}}, "models: expected a list"),
-        ({"models": [{"name": "a"}, {"name": "a"}]}, "models.1.name: 'a' is the name of models.0"),
-        ({"models": [{"name": "a"}], "pools": {"a": {}}}, "models.0.name: 'a' is the name of pools.a"),
+        ({"models": [{"name": "a"}, {"name": "a"}]}, "models[1].name: 'a' is the name of models[0]"),
+        ({"models": [{"name": "a"}], "pools": {"a": {}}}, "models[0].name: 'a' is the name of pools.a"),
         (
             {"models": [{"name": f"m{i}"} for i in range(MAX_POOLS)], "pools": {"p": {}}},
             f"models: 16 and 1 pools; {MAX_POOLS} in all is the limit",
         ),
         (
             {"model": {"served_name": "m"}, "models": [{"name": "a", "model": {"served_name": "m"}}]},
-            "models.0.model.served_name: 'm' is the name of the default pool",
+            "models[0].model.served_name: 'm' is the name of the default pool",
         ),
         (
             {"models": [{"name": "a", "model": {"aliases": ["x"]}}, {"name": "x"}]},
-            "models.1.model.served_name: 'x' is the name of models.0.model.aliases.0",
+            "models[1].model.served_name: 'x' is the name of models[0].model.aliases[0]",
         ),
         (
             {"pools": {"p": {"served_name": "x"}}, "model": {"aliases": ["x"]}},
-            "model.aliases.0: 'x' is the name of pool 'p'",
+            "model.aliases[0]: 'x' is the name of pool 'p'",
         ),
-        ({"model": {"served_name": "m", "aliases": ["m"]}}, "model.aliases.0: 'm' is the name of the default pool"),
+        ({"model": {"served_name": "m", "aliases": ["m"]}}, "model.aliases[0]: 'm' is the name of the default pool"),
         ({"model": {"served_name": "a\x07"}}, "model.served_name: 'a\\x07': control characters, and spaces at an end"),
         ({"model": {"aliases": ["a\u2028b"]}}, "model.aliases: 'a\\u2028b': control characters"),
         ({"model": {"aliases": [" a"]}}, "model.aliases: ' a': control characters, and spaces at an end"),
@@ -491,32 +516,44 @@ NO_DEFAULT: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas":
             {"model": {"canary": {"b": 5}}},
             "model.canary: 'b' is no model of this cluster; others that can take a share: none",
         ),
-        ({"models": [{"name": "a", "model": {"canary": {"a": 5}}}]}, "models.0.model.canary: 'a' is the model itself"),
+        ({"models": [{"name": "a", "model": {"canary": {"a": 5}}}]}, "models[0].model.canary: 'a' is the model itself"),
         ({"model": {"canary": {"default": 5}}}, "model.canary: 'default' is the model itself"),
         (
             {**NO_DEFAULT, "models": [{"name": "a", "model": {"canary": {"default": 5}}}]},
-            "models.0.model.canary: 'default' is no model of this cluster",
+            "models[0].model.canary: 'default' is no model of this cluster",
         ),
         ({"model": {"canary": {"a": 0}}}, "model.canary: 'a': a share is above 0 and at most 100 per cent, not 0"),
         ({"model": {"canary": {"a": float("nan")}}}, "model.canary: 'a': a share is above 0 and at most 100 per cent"),
         ({"model": {"canary": {"a": 60, "b": 41}}}, "model.canary: the shares are 101 per cent in all; 100 is the"),
         (
             {"models": [{"name": "a", "engine": {"kind": "vllm"}}]},
-            "models.0.engine: kind: all models of a cluster have",
+            "models[0].engine: kind: all models of a cluster have",
         ),
         (
             {"models": [{"name": "a", "engine": {"blok_size": 3}}]},
-            "models.0.engine.blok_size: unknown key (value 3); did",
+            "models[0].engine.blok_size: unknown key (value 3); did",
         ),
-        ({"models": [{"name": "a", "engine": {"block_size": 0}}]}, "models.0.engine.block_size: Input should be"),
-        ({"models": [{"name": "a", "engine": {"args": 3}}]}, "models.0.engine.args: expected a mapping"),
+        ({"models": [{"name": "a", "engine": {"block_size": 0}}]}, "models[0].engine.block_size: Input should be"),
+        ({"models": [{"name": "a", "engine": {"args": 3}}]}, "models[0].engine.args: expected a mapping"),
         (
             {"models": [{"name": "a", "engine": {"args": {"nonsense": 1}}}]},
-            "models.0.engine.args: nonsense: vLLM's engine has no",
+            "models[0].engine.args: nonsense: vLLM's engine has no",
         ),
         (
             {"models": [{"name": "a", "decode": {"engine": {"args": {"nonsense": 1}}}}]},
-            "models.0.decode.engine.args: nonsense: vLLM's engine has no",
+            "models[0].decode.engine.args: nonsense: vLLM's engine has no",
+        ),
+        (
+            {"sim": {"max_model_len": 9000}, "gateway": {"max_prompt_tokens": 8000}, "models": [{"name": "a"}]},
+            "gateway.max_prompt_tokens (8000) must be at least the model's context (9000)",
+        ),
+        (
+            {"models": [{"name": "a", "prefill": {"engine": {"tensor_parallel_size": 3}}, **RANKS}]},
+            "models[0].prefill.engine.tensor_parallel_size (3) and decode's (2): one must be a multiple",
+        ),
+        (
+            {"models": [{"name": "a", "model": {"path": "m"}, "engine": {"args": SEEDED}, **SEEDED_DECODE}]},
+            "models[0].decode.engine.args: seed: both roles need the same",
         ),
         (
             {
@@ -529,7 +566,7 @@ NO_DEFAULT: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas":
         ({"model": {"chat_template": "/t.jinja"}}, "model.chat_template: simulated engines (engine.kind: sim) have no"),
         (
             {"models": [{"name": "a", "model": {"chat_template": "/t.jinja"}}]},
-            "models.0.model.chat_template: simulated engines (engine.kind: sim) have no templates",
+            "models[0].model.chat_template: simulated engines (engine.kind: sim) have no templates",
         ),
     ],
 )
@@ -580,6 +617,18 @@ def test_a_model_has_a_configuration_of_its_own_that_no_other_changes() -> None:
         made(models=[{"name": "alpha"}, {**beta, "tier": {"enabled": False}}]).of_model("beta").volumes_of("beta")
         is None
     )
+
+
+def test_an_entry_removes_an_argument_of_the_section_engine_with_null() -> None:
+    drafts = {"method": "draft_model", "model": "/models/draft", "num_speculative_tokens": 3}
+    args = {"speculative_config": drafts, "watermark": 0.02}
+    removed = {"tensor_parallel_size": 2, "args": {"speculative_config": None, "seed": 3}}
+    config = parse({"engine": {"args": args}, "models": [{"name": "a", "engine": removed}]})
+    assert config.of_model("a").engine_of("decode", "a").args == {"watermark": 0.02, "seed": 3}
+    assert config.engine_of("decode").args == args
+    assert parse(config.model_dump(mode="json")) == config
+    said = fault(models=[{"name": "a", "engine": {"args": {"seeed": None}}}])
+    assert "engine: args: seeed: vLLM's engine has no such argument; did you mean 'seed'?" in said
 
 
 def test_an_entry_names_its_workers_after_its_model() -> None:

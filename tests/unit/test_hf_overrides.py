@@ -84,7 +84,7 @@ def test_models_of_a_cluster_have_overrides_of_their_own() -> None:
     assert config.of_model("long").model.hf_overrides.context == 131072
     assert config.of_model().model.hf_overrides.context == 0
     entry["engine"] = {"quality_report": "/r.json"}
-    with pytest.raises(ConfigError, match=r"models\.0\..*with model\.hf_overrides"):
+    with pytest.raises(ConfigError, match=r"^models\[0\]\.engine\.quality_report: with models\[0\]\.model\.hf_ov"):
         configuration.parse({"model": {"path": "m"}, "models": [entry]})
 
 

@@ -31,6 +31,28 @@ def test_dates_are_text_before_and_after_a_library_changes_pyyaml(monkeypatch: p
 
 
 @pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001), ("1e3", 1000.0), ("1e+06", 1e6), ("-1E5", -1e5), ("+.5e1", 5.0), ("1.0e-3", 0.001),
+        ("1.5e3", 1500.0), ("5.e1", 50.0), ("12e03", 12000.0), ("0e0", 0.0),
+        # As before.
+        ("1_000", 1000), ("1e", "1e"), ("e3", "e3"), ("1e-", "1e-"), ("1e3x", "1e3x"), ("x1e3", "x1e3"),
+        ("'1e3'", "1e3"), ("1e3.5", "1e3.5"), ("0x1e3", 0x1E3), (".e3", ".e3"), ("\u0661e3", "\u0661e3"),
+    ],
+)  # fmt: skip
+def test_floats_with_exponents_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    for loaded in (plain_yaml.load(text.encode()), yaml.load(text, Loader=plain_yaml.SafeLoader)):
+        assert loaded == value
+        assert type(loaded) is type(value)
+
+
+@pytest.mark.parametrize("text", ["1e3", "12e4", "-1E-5", ".5e1", "1e", "2027-02-03", "yes", "1_0", "a: b"])
+def test_texts_that_look_like_numbers_are_written_as_texts(text: str) -> None:
+    values = {"revision": text, "list": [text, 1e-05, 1000.0, 3, None, True]}
+    assert plain_yaml.load(plain_yaml.dump(values).encode()) == values
+
+
+@pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"{", "not YAML"),

@@ -49,6 +49,33 @@ def test_a_roles_arguments_replace_those_of_both() -> None:
     assert config.engine_of("decode").args == {"watermark": 0.02, "seed": 3}
 
 
+def test_null_removes_an_argument_from_a_role() -> None:
+    args = {"watermark": 0.02, "load_format": "safetensors", "seed": 3}
+    removed = {"watermark": None, "load_format": None, "kv_cache_metrics": None}
+    config = parsed({"args": args}, decode={"engine": {"args": removed}})
+    assert config.engine_of("decode").args == {"seed": 3}
+    assert config.engine_of("prefill").args == args
+    assert config.argument_keys("decode") == {"seed": "engine.args.seed"}
+    assert configuration.parse(config.model_dump(mode="json")) == config, "workers read it again"
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "words"),
+    [
+        ({}, "watermrk", "watermrk: vLLM's engine has no such argument; did you mean 'watermark'?"),
+        ({}, "max_num_seqs", "max_num_seqs: not taken here: use engine.max_num_seqs"),
+        ({"seed": 3}, "seed", "seed: both roles need the same: remove it in engine.args"),
+        ({"speculative_config": None}, "speculative_config", "engine.args: speculative_config: it has no value"),
+    ],
+)
+def test_null_is_refused_where_it_removes_nothing_that_a_role_may_choose(
+    args: dict[str, Any], name: str, words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed({"args": args}, decode={"engine": {"args": {name: None}}})
+    assert words in caught.value.message
+
+
 def test_an_argument_with_a_key_of_the_role_names_that_key() -> None:
     with pytest.raises(ConfigError, match=r"use engine\.max_num_seqs, or max_num_seqs beside these args"):
         parsed({}, decode={"engine": {"args": {"max_num_seqs": 7}}})
@@ -117,7 +144,7 @@ def test_what_is_not_taken_is_named(engine: dict[str, Any], words: str) -> None:
     [
         ({"method": "eagle3"}, "only speculative decoding with method: ngram or draft_model was shown"),
         ({"model": "x" * 500}, "not with 'model'"),
-        ({"x" * 5000: 1}, "not with 'xxx"),
+        ({"quantization": "fp8"}, "not with 'quantization'"),
         ({"num_speculative_tokens": 17}, "from 1 to 16"),
         ({"num_speculative_tokens": 0}, "from 1 to 16"),
         ({"num_speculative_tokens": True}, "from 1 to 16"),
@@ -164,6 +191,10 @@ def test_a_draft_model_is_of_both_roles() -> None:
             parsed({}, **{role: {"engine": {"args": args}}})
     with pytest.raises(ConfigError, match=r"decode\.engine\.args: speculative_config: engine\.args has a draft model"):
         parsed({"args": args}, decode={"engine": {"args": {"speculative_config": NGRAM}}})
+    with pytest.raises(
+        ConfigError, match=r"decode\.engine\.args: speculative_config: both roles need the same: remove"
+    ):
+        parsed({"args": args}, decode={"engine": {"args": {"speculative_config": None}}})
 
 
 @pytest.mark.parametrize(
@@ -172,6 +203,7 @@ def test_a_draft_model_is_of_both_roles() -> None:
         ({"model": ""}, "model: expected the draft model's folder"),
         ({"model": 5}, "model: expected"),
         ({"model": "x" * 4097}, "model: expected"),
+        ({"model": "s3://bucket/draft"}, "model: expected the draft model's folder"),
         ({"num_speculative_tokens": 17}, "from 1 to 16"),
         ({"draft_sample_method": "probabilistic"}, "not with 'draft_sample_method'"),
         ({"quantization": "fp8"}, "not with 'quantization'"),
@@ -211,7 +243,7 @@ def test_ways_to_read_the_same_weights_are_free(args: dict[str, Any]) -> None:
         ({"load_format": "x" * 5000}, "auto, safetensors, runai_streamer, which were shown"),
         ({"load_format": ["auto"]}, "were shown"),
         ({"model_loader_extra_config": "x"}, "expected a mapping"),
-        ({"model_loader_extra_config": {"x" * 5000: 1}}, "shown are enable_multithread_load, num_threads"),
+        ({"model_loader_extra_config": {"distributed": True}}, "shown are enable_multithread_load, num_threads"),
         ({"model_loader_extra_config": {"enable_multithread_load": 1}}, "expected true or false"),
         ({"model_loader_extra_config": {"num_threads": True}}, "num_threads: expected a whole number from 1 to 256"),
         ({"model_loader_extra_config": {"num_threads": 257}}, "from 1 to 256"),
@@ -228,15 +260,56 @@ def test_other_ways_to_load_need_permission_and_are_part_of_the_digest(args: dic
 
 
 @pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_token": 3}},
+            "'num_speculative_token': vLLM has no such key here; did you mean 'num_speculative_tokens'?",
+        ),
+        (
+            {"speculative_config": {**DRAFTS, "modell": "/m"}},
+            "'modell': vLLM has no such key here; did you mean 'model'",
+        ),
+        ({"speculative_config": {"method": "eagle", "draft_model": "/m"}}, "did you mean 'draft_model_config'?"),
+        (
+            {"speculative_config": {**NGRAM, "x" * 5000: 1}},
+            "there are method, num_speculative_tokens, prompt_lookup_max",
+        ),
+        ({"speculative_config": {**NGRAM, "method": "n-gram"}}, "method: did you mean 'ngram', not 'n-gram'?"),
+        ({"speculative_config": {**DRAFTS, "method": "draft-model"}}, "method: did you mean 'draft_model', not"),
+        (
+            {"model_loader_extra_config": {"num_thread": 3}},
+            "'num_thread': vLLM has no such key here; did you mean 'num_th",
+        ),
+        ({"model_loader_extra_config": {3: 3}}, "'3': vLLM has no such key here; there are enable_multithread_load, "),
+    ],
+)
+def test_misspelt_keys_are_told_the_nearest_one_and_no_permission(args: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed({"args": args})
+    assert words in caught.value.message
+    assert "engine.unproven" not in caught.value.message
+    assert len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize(
     ("of_both", "of_decode", "words"),
     [
-        ({}, {"model_loader_extra_config": {"concurrency": 2}}, "concurrency: only with load_format runai_streamer"),
+        (
+            {},
+            {"model_loader_extra_config": {"concurrency": 2}},
+            "decode.engine.args.model_loader_extra_config.concurrency: only with load_format runai_streamer",
+        ),
         (
             {"load_format": "runai_streamer"},
             {"model_loader_extra_config": {"num_threads": 2}},
             "num_threads: only with load_format auto or safetensors, and it is runai_streamer",
         ),
-        ({"model_loader_extra_config": {"memory_limit": 1}}, {}, "and it is auto"),
+        (
+            {"model_loader_extra_config": {"memory_limit": 1}},
+            {},
+            " engine.args.model_loader_extra_config.memory_limit: only with load_format runai_streamer, and it is auto",
+        ),
     ],
 )
 def test_an_option_of_another_load_format_is_refused(
@@ -244,7 +317,7 @@ def test_an_option_of_another_load_format_is_refused(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         parsed({"args": of_both}, decode={"engine": {"args": of_decode}})
-    assert words in caught.value.message
+    assert words in f" {caught.value.message}"
 
 
 def test_a_limit_of_memory_has_limits() -> None:

@@ -21,9 +21,8 @@ from typing import Any
 
 import httpx
 import psutil
-import yaml
 
-from kvferry import model_catalogue, model_folder, shared_memory
+from kvferry import model_catalogue, model_folder, plain_yaml, shared_memory
 from kvferry.addresses import free_port, node_address
 from kvferry.config import ClusterConfig, GatewayConfig, parse
 from kvferry.engine.vllm.chat_template import read_chat_template
@@ -41,6 +40,7 @@ from kvferry.local.ray_process import Ray, engine_environment, ray_environment, 
 from kvferry.local.run_folder import ClusterBusy, ClusterRecord, RunFolder, run_folder
 from kvferry.quality.required import check_quality_report
 from kvferry.store.keyring import load_keyring
+from kvferry.vllm_arguments import SPECULATION, draft_model
 
 _POLL_S = 0.5
 _PORT_PATIENCE_S = 2.0
@@ -175,7 +175,7 @@ def _start(
             config=config.model_dump(mode="json"),
             asked=asked.model_dump(mode="json"),
         )
-        folder.write_config(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        folder.write_config(plain_yaml.dump(config.model_dump(mode="json")))
         folder.write_record(record)
         with progress.step(f"prefill, decode and gateway ({config.engine.kind} engine)"):
             # Its wait ends after the one below, which also takes a cluster that serves without all workers.
@@ -264,13 +264,13 @@ def _change_models(
     progress: Progress,
     timeout_s: float,
 ) -> RunningCluster:
-    config = _with_model_folders(changed, progress)
+    config = with_model_folders(changed, progress)
     pace = Pace(progress.tick)
     with _deferred_interrupts(pace), progress.step("models"):
         values = config.model_dump(mode="json")
         # First: what is deployed has to be what the next `up` compares with, also where it does not come up.
         record = replace(running, config=values, asked=asked.model_dump(mode="json"))
-        folder.write_config(yaml.safe_dump(values, sort_keys=False))
+        folder.write_config(plain_yaml.dump(values))
         folder.write_record(record)
         deploy = _deploy(folder, config, running.ray_address, "--wait", str(timeout_s))
         parts = _Parts(None, Ray(running.ray_address, running.pillars), deploy)
@@ -403,10 +403,10 @@ def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig
         keys = keys.expanduser().absolute()
         load_keyring(keys)  # a keeper would only say in its log why it does not start
         config = _changed(config, "tier", encryption_keys_file=str(keys))
-    return _with_model_folders(config, progress)
+    return with_model_folders(config, progress)
 
 
-def _with_model_folders(config: ClusterConfig, progress: Progress) -> ClusterConfig:
+def with_model_folders(config: ClusterConfig, progress: Progress) -> ClusterConfig:
     """Return the configuration with a folder for each of vLLM's models."""
     if config.engine.kind != "vllm":
         return config
@@ -414,17 +414,33 @@ def _with_model_folders(config: ClusterConfig, progress: Progress) -> ClusterCon
     if config.serves_default:
         path = _folder_of(config.of_model(), progress)
         values["model"] |= {"path": path, "served_name": config.served_name}
+        _put_draft_folder(config, "", values["engine"], values["engine"], progress)
     for entry, section in zip(config.models, values["models"], strict=True):
-        section["model"]["path"] = _folder_of(config.of_model(entry.name), progress)
+        key = f"models[{entry.name}].model.path"
+        section["model"]["path"] = _folder_of(config.of_model(entry.name), progress, key)
+        _put_draft_folder(config, entry.name, section["engine"], values["engine"], progress)
     return parse(values)
 
 
-def _folder_of(config: ClusterConfig, progress: Progress) -> str:
+def _put_draft_folder(
+    config: ClusterConfig, entry: str, own: dict[str, Any], of_all: dict[str, Any], progress: Progress
+) -> None:
+    """Put the folder of a model's draft model where the settings name it, `own` or `of_all`. Raises ConfigError."""
+    name = draft_model(config.of_model(entry).engine.args)
+    if name:
+        key = f"{config.argument_keys('decode', entry)[SPECULATION]}.model"
+        with progress.step(f"draft model {name}"):
+            folder = model_folder.resolve(name, report=progress.detail, key=key)
+        args = own["args"] if SPECULATION in own.get("args", {}) else of_all["args"]
+        args[SPECULATION] = {**args[SPECULATION], "model": str(folder)}
+
+
+def _folder_of(config: ClusterConfig, progress: Progress, key: str = "model.path") -> str:
     check_quality_report(config)
     if config.engine.kind == "vllm":
         read_chat_template(config.model)
     with progress.step(f"model {config.model.path}"):
-        path = model_folder.resolve(config.model.path, report=progress.detail)
+        path = model_folder.resolve(config.model.path, report=progress.detail, key=key)
     if config.engine.quality_report is not None:
         with progress.step("quality report"):
             geometry = model_catalogue.geometry_of(str(path))

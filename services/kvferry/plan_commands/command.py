@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import click
-import yaml
 
-from kvferry import model_catalogue, model_folder
+from kvferry import model_catalogue, model_folder, plain_yaml
 from kvferry.engine.vllm.model_kinds import ARCHITECTURES
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.plan_commands import inputs, parameter_count, report
@@ -431,7 +430,7 @@ def _emitted(form: str, found: Plan, path: str, options: dict[str, Any]) -> str:
     else:
         settings = options["settings"]
         content = emit.serve(candidate, question, model_path=path, served_name=served_name, settings=settings)
-    return "".join(f"# {line}\n" for line in title) + yaml.safe_dump(content, sort_keys=False)
+    return "".join(f"# {line}\n" for line in title) + plain_yaml.dump(content)
 
 
 def _servable(found: Plan) -> Candidate:

@@ -16,9 +16,9 @@ def check_quality_report(
     """Raises ConfigError for a report that is missing, no report, or does not show what is configured.
 
     `engine` is that of a role or a pool, by default that of all. `context_length` is the model's, in tokens, and
-    `weights` the digest of its files; 0 and empty: not known here. The engine compares all of it again, and vLLM's
-    version and types that only it knows.
+    `weights` the digest of its files; 0 and empty: not known here.
     """
+    # The engine compares all of it again, and vLLM's version and types that only it knows.
     engine, model = engine or config.engine, config.model
     file = engine.quality_report
     if file is None or engine.kind != "vllm":

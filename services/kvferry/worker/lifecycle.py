@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvferry import __version__
@@ -39,9 +40,15 @@ HEALTH_PERIOD_S = 0.5
 
 
 def build_engine(
-    config: ClusterConfig, kind: MemberKind, model_folder: str, *, keeper_socket: str = "", pool: str = ""
+    config: ClusterConfig,
+    kind: MemberKind,
+    model_folder: str,
+    *,
+    keeper_socket: str = "",
+    pool: str = "",
+    argument_keys: Mapping[str, str] | None = None,
 ) -> Engine:
-    """`keeper_socket` is empty without a keeper."""
+    """`keeper_socket` is empty without a keeper. `argument_keys` are the configuration's own by default."""
     engine = config.engine_of(kind.value, pool)
     volume_pool = config.volumes_of(pool)
     if volume_pool is None:
@@ -69,7 +76,7 @@ def build_engine(
         volume_pool=volume_pool or "",
         has_tenants=config.gateway.tenants_in_etcd,
         adapters=config.adapters,
-        argument_keys=config.argument_keys(kind.value, pool),
+        argument_keys=config.argument_keys(kind.value, pool) if argument_keys is None else argument_keys,
     )
 
 

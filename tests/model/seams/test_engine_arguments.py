@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import pytest
 
 from kvferry import config as configuration
 from kvferry import model_folder
-from kvferry.argument_values import EXPECTED, OneOf, Whole
+from kvferry.argument_values import EXPECTED, OneOf, Whole, whole
 from kvferry.config import EngineConfig, ModelConfig
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import ConfigError, UnsupportedEngine
 from kvferry.pages.exchange import ARGUMENTS
-from kvferry.vllm_arguments import FREE_VARIABLES, RULES, Rule
+from kvferry.vllm_arguments import FREE_VARIABLES, KEYS_OF_MAPPINGS, LOADER_OPTIONS, RULES, SPECULATION, Rule
 from support.engine_arguments import VALUES
 from support.vllm_configs import vllm_config_of
 
@@ -46,6 +47,21 @@ def test_every_argument_of_vllm_has_a_rule_and_no_other_has() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert set(RULES) == {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+
+
+def test_keys_of_mappings_are_those_of_vllm() -> None:
+    from vllm.config import SpeculativeConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
+
+    known = {name: set(keys) for name, keys in KEYS_OF_MAPPINGS.items()}
+    assert known[SPECULATION] == {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    found: set[str] = set()
+    for loader in (DefaultModelLoader, RunaiModelStreamerLoader):
+        (keys,) = re.findall(r"allowed_keys = \{(.*?)\}", inspect.getsource(loader.__init__), re.DOTALL)
+        found |= set(re.findall(r'"(\w+)"', keys))
+    # Of loaders for files that are not compared: sharded_state, tensorizer.
+    assert known[LOADER_OPTIONS] == found | {"pattern", "tensorizer_config"}
 
 
 def test_every_argument_that_may_be_given_is_one_of_vllms_command_line() -> None:
@@ -106,6 +122,19 @@ def test_vllm_takes_what_is_expected_of_an_argument(name: str) -> None:
         assert name in parsed({name: value}, {})
 
 
+@pytest.mark.parametrize("text", ["4.5G", "4.5g", "4G", "25.6k", "1.0T", "12", "4 G", "4.G", ".5g", "1e3", "-1k"])
+def test_numbers_with_suffixes_are_those_that_vllm_reads(text: str) -> None:
+    import argparse
+
+    from vllm.utils.argparse_utils import human_readable_int
+
+    try:
+        number = human_readable_int(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        number = None
+    assert whole(text) == number
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -141,6 +170,8 @@ def test_a_value_that_vllms_classes_refuse_is_named_by_the_key_it_was_given_by(n
         {"long_prefill_token_threshold": 10**6},
         {"numa_bind_nodes": [0]},
         {"quantization": "nonsense"},
+        {"attention_backend": "NONSENSE"},
+        {"config_format": "nonsense"},
     ],
 )
 def test_what_the_whole_configuration_refuses_names_the_argument(args: dict[str, Any]) -> None:
@@ -154,6 +185,52 @@ def test_what_the_whole_configuration_refuses_names_the_argument(args: dict[str,
     assert message.startswith(f"engine.args.{name}: vLLM refuses it: ")
     assert "watermark" not in message
     assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("no kernel for this model and seed, quantization or dtype", []),
+        ("the quantization of the checkpoint is gptq", []),
+        ("EngineArgs(seed=0, quantization=None, watermark=0.0)", []),
+        ("EngineArgs(seed=3, quantization='awq')", ["seed", "quantization"]),
+        ("Unknown quantization method: awq", ["quantization"]),
+        ("argument --quantization: expected one argument", ["quantization"]),
+        ("unexpected 'seed'", ["seed"]),
+        ("`watermark` was given", ["watermark"]),
+        ("num_gpu_blocks_override is too small", ["num_gpu_blocks_override"]),
+        ("num_gpu_blocks_override=None is too small", []),
+        ("model_quantization and seeds", []),
+    ],
+)
+def test_only_arguments_that_an_error_is_about_are_named(text: str, named: list[str]) -> None:
+    from kvferry.engine.vllm.argument_parser import refusal
+
+    args = {"seed": 3, "quantization": "awq", "watermark": 0.1, "num_gpu_blocks_override": 5}
+    message = refusal(ValueError(text), args, {})
+    if named:
+        keys = ", ".join(f"engine.args.{name}" for name in args if name in named)
+        assert message == f"{keys}: vLLM refuses it: {text}"
+    else:
+        everything = ", ".join(f"engine.args.{name}" for name in args)
+        assert message == f"vLLM refuses this configuration: {text} (given to it: {everything})"
+
+
+def test_the_field_that_pydantic_names_is_named_alone() -> None:
+    from pydantic import BaseModel, Field, ValidationError
+
+    from kvferry.engine.vllm.argument_parser import refusal
+
+    class CacheConfig(BaseModel):
+        watermark: float = Field(description="x", lt=1)
+
+    with pytest.raises(ValidationError) as caught:
+        CacheConfig(watermark=3)
+    message = refusal(caught.value, {"seed": 1, "watermark": 3}, {"watermark": "decode.engine.args.watermark"})
+    assert message.startswith("decode.engine.args.watermark: vLLM refuses it: CacheConfig: watermark: ")
+    # A field of a draft's settings is not the argument of that name.
+    message = refusal(caught.value, {"cache_config": {"watermark": 3}, "watermark": 0.1}, {})
+    assert message.startswith("engine.args.cache_config: vLLM refuses it: ")
 
 
 async def test_the_start_of_an_engine_ends_with_the_key() -> None:

@@ -31,9 +31,11 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- $role := $group.role -}}
 {{- $ofModel := $tp -}}
 {{- $ofModelKey := "config.engine" -}}
+{{- $unproven := dig "engine" "unproven" list $v.config -}}
 {{- range $index, $entry := $v.config.models -}}
 {{- if eq $entry.name $group.entry -}}
 {{- $ofModel = int (dig "engine" "tensor_parallel_size" $tp $entry) -}}
+{{- $unproven = dig "engine" "unproven" $unproven $entry -}}
 {{- if dig "engine" "tensor_parallel_size" 0 $entry -}}{{- $ofModelKey = printf "config.models[%d].engine" $index -}}{{- end -}}
 {{- end -}}
 {{- end -}}
@@ -50,6 +52,18 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- $cpu := mulf $role.workersPerPod $group.cpuGiB -}}
 {{- if lt $shm $cpu -}}
 {{- fail (printf "tier.shmGiB is %v and the CPU tiers of a %s pod take %v GiB (workersPerPod %v x tier.cpuGiB %v): give it at least that, or leave it empty" $shm $name $cpu $role.workersPerPod $group.cpuGiB) -}}
+{{- end -}}
+{{- end -}}
+{{- $draft := include "kvferry.draft" (dict "root" $ "entry" $group.entry) -}}
+{{- if and $draft (gt $ranks 1) (not (has "speculative_config" $unproven)) -}}
+{{- $key := ternary $ofModelKey (printf "%s.engine" $path) (eq $ranks $ofModel) -}}
+{{- fail (printf "%s.tensor_parallel_size is %d and %s has a draft model, which was not shown on several ranks of tensor parallelism: remove it, in an entry of config.models with null" $key $ranks (fromJson $draft).key) -}}
+{{- end -}}
+{{- $speculation := (dig "engine" "args" dict $role | default dict).speculative_config -}}
+{{- if $speculation -}}
+{{- $isNgram := and (kindIs "map" $speculation) (eq (toString $speculation.method) "ngram") -}}
+{{- if or $draft (not $isNgram) (eq $group.kind "prefill") -}}
+{{- fail (printf "%s.engine.args.speculative_config: decode roles take n-grams here, beside no draft model; a draft model is of both roles, in engine.args of config or of an entry of config.models" $path) -}}
 {{- end -}}
 {{- end -}}
 {{- $tls := $role.env.UCX_TLS | default "all" | toString | replace " " "" -}}
@@ -335,6 +349,7 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- $_ := set $shares "config.model" (dig "model" "canary" dict $v.config) -}}
 {{- end -}}
 {{- include "kvferry.checkTemplate" (dict "path" "config.model" "model" $v.config.model) -}}
+{{- if $servesDefault -}}{{- include "kvferry.checkDraft" (dict "root" $ "entry" "") -}}{{- end -}}
 {{- $num := add (len ($v.config.models | default list)) (len ($v.config.pools | default dict)) -}}
 {{- if gt $num 16 -}}
 {{- fail (printf "config.models and config.pools have %d entries in all: 16 is the limit" $num) -}}
@@ -367,6 +382,7 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- fail (printf "%s.model.path is the folder %q: model.volume must say with claimName or hostPath where it comes from" $here $path) -}}
 {{- end -}}
 {{- include "kvferry.checkTemplate" (dict "path" (printf "%s.model" $here) "model" ($entry.model | default dict)) -}}
+{{- include "kvferry.checkDraft" (dict "root" $ "entry" $entry.name) -}}
 {{- range $kind := list "prefill" "decode" -}}
 {{- if and $isOwnRay (hasKey $entry $kind) -}}
 {{- fail (printf "%s.%s is for ray.mode: existing; of the pods that this chart makes say it in roles.models.%s.%s" $here $kind $entry.name $kind) -}}
@@ -408,6 +424,27 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- end -}}
 
+{{/* Fails for a draft model that workers do not find: their pods download nothing. {root, entry: its name, or empty}. */}}
+{{- define "kvferry.checkDraft" -}}
+{{- $v := .root.Values -}}
+{{- $found := include "kvferry.draft" . -}}
+{{- if and $found (eq (dig "engine" "kind" "vllm" $v.config) "vllm") -}}
+{{- $draft := fromJson $found -}}
+{{- $mount := trimSuffix "/" $v.model.volume.mountPath -}}
+{{- if eq $v.ray.mode "existing" -}}
+{{- if not (hasPrefix "/" $draft.folder) -}}
+{{- fail (printf "%s.model is %q and ray.mode is existing: nothing downloads a model to that Ray's nodes. Name the folder that all of them have" $draft.key $draft.folder) -}}
+{{- end -}}
+{{- else if $v.model.weights.enabled -}}
+{{- if not (include "kvferry.weightsAt" (dict "root" .root "folder" $draft.folder)) -}}
+{{- fail (printf "%s.model is %q: with model.weights it is the folder of a model that the volume is filled with, %s, of model.weights.also" $draft.key $draft.folder (include "kvferry.weightsFolder" (dict "root" .root "path" "OWNER/NAME" "revision" "REVISION"))) -}}
+{{- end -}}
+{{- else if not (and (hasPrefix (printf "%s/" $mount) $draft.folder) (or $v.model.volume.claimName $v.model.volume.hostPath)) -}}
+{{- fail (printf "%s.model is %q: workers download no draft model. Name its folder below model.volume.mountPath, %s, or fill one with model.weights.also" $draft.key $draft.folder $mount) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Fails for a chat template that pods would look for in their working folder: {path, model}. */}}
 {{- define "kvferry.checkTemplate" -}}
 {{- $file := .model.chat_template | default "" | toString -}}
@@ -424,7 +461,7 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 
 {{- define "kvferry.ownContainers" -}}
-{{- list "ask" "etcd" "fill" "gateway" "memlock" "model" "ray-head" "ray-worker" "rollout" "submit" "users" "wait-gcs-ready" "weights" | toJson -}}
+{{- list "ask" "etcd" "fill" "gateway" "memlock" "model" "ray-head" "ray-worker" "rollout" "submit" "users" "wait-gcs-ready" "weights" "weights-draft" | toJson -}}
 {{- end -}}
 
 {{/* Fails where a name is there twice, or is one of the chart's own: {path, items, own}. */}}

@@ -106,6 +106,7 @@ kvferry.io/restarted-at: {{ . | quote }}
 {{- $role := .group.role -}}
 {{- $volumes := ternary $root.Values.tier.volumes list .group.tier -}}
 {{- $modelInit := include "kvferry.modelInit" (dict "root" $root "weights" true "entry" .group.entry) -}}
+{{- $draftInit := include "kvferry.draftInit" (dict "root" $root "entry" .group.entry) -}}
 {{- $gpus := mul (int $role.gpusPerWorker) (int $role.workersPerPod) -}}
 {{- $cpus := mulf $role.cpusPerWorker $role.workersPerPod -}}
 # A worker that goes finishes its requests first.
@@ -123,12 +124,13 @@ dnsPolicy: {{ . }}
 {{- include "kvferry.podExtras" (dict "root" $root "section" $role "component" $name) }}
 securityContext:
   {{- include "kvferry.podSecurity" $root | nindent 2 }}
-{{- if or $role.rdma $modelInit $role.extraInitContainers }}
+{{- if or $role.rdma $modelInit $draftInit $role.extraInitContainers }}
 initContainers:
   {{- if $role.rdma }}
   {{- include "kvferry.memlockInit" $root | nindent 2 }}
   {{- end }}
   {{- $modelInit | nindent 2 }}
+  {{- with $draftInit }}{{ . | nindent 2 }}{{ end }}
   {{- include "kvferry.extraContainers" $role.extraInitContainers | nindent 2 }}
 {{- end }}
 containers:

@@ -52,11 +52,40 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Waits until the volume holds a model: {root, path, revision}. */}}
+{{/* The draft model of a model's engines: {root, entry: its name, or empty}. As JSON, {key, folder}; empty: none. */}}
+{{- define "kvferry.draft" -}}
+{{- $key := "config.engine.args.speculative_config" -}}
+{{- $speculation := (dig "engine" "args" dict .root.Values.config | default dict).speculative_config -}}
+{{- $name := .entry -}}
+{{- range $index, $entry := .root.Values.config.models -}}
+{{- $own := dig "engine" "args" dict $entry | default dict -}}
+{{- if and (eq $entry.name $name) (hasKey $own "speculative_config") -}}
+{{- $key = printf "config.models[%d].engine.args.speculative_config" $index -}}
+{{- $speculation = $own.speculative_config -}}
+{{- end -}}
+{{- end -}}
+{{- if kindIs "map" $speculation -}}
+{{- if eq (toString $speculation.method) "draft_model" -}}
+{{- dict "key" $key "folder" (toString $speculation.model) | toJson -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Waits until the weights' volume holds the draft model: {root, entry: its name, or empty}. */}}
+{{- define "kvferry.draftInit" -}}
+{{- $root := .root -}}
+{{- with include "kvferry.draft" . -}}
+{{- with include "kvferry.weightsAt" (dict "root" $root "folder" (fromJson .).folder) -}}
+{{- include "kvferry.weightsInit" (merge (dict "root" $root "name" "weights-draft") (fromJson .)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Waits until the volume holds a model: {root, path, revision, name: of the container, by default weights}. */}}
 {{- define "kvferry.weightsInit" -}}
 {{- $model := . -}}
 {{- with .root -}}
-- name: weights
+- name: {{ $model.name | default "weights" }}
   image: {{ include "kvferry.image" . }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command: {{ include "kvferry.weightsCommand" (merge (dict "command" "wait") $model) }}

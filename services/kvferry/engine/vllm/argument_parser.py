@@ -106,16 +106,46 @@ def vllm_reason(error: BaseException) -> str:
 
 
 def refusal(error: BaseException, args: Mapping[str, Any], keys: Mapping[str, str]) -> str:
-    """Return vLLM's reason against a whole configuration, with the keys of arguments that it names, or else of all."""
+    """Return vLLM's reason against a whole configuration, with the keys of the arguments it is about, or of all."""
     reason = vllm_reason(error)
-    about = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", reason).lower().replace("-", "_")
-    named = [name for name in args if re.search(rf"\b{re.escape(name)}\b", about)]
+    named = _named_by_pydantic(error, args) or [name for name in args if _is_named(name, args[name], reason)]
     blamed = [key_of(name, keys) for name in named or args]
     shown = ", ".join(blamed[:_MAX_BLAMED]) + (", …" if len(blamed) > _MAX_BLAMED else "")
     if named:
         return f"{shown}: vLLM refuses it: {reason}"
     what = "refuses this configuration" if isinstance(error, ValueError) else "did not start"
     return f"vLLM {what}: {reason}" + (f" (given to it: {shown})" if shown else "")
+
+
+def _named_by_pydantic(error: BaseException, args: Mapping[str, Any]) -> list[str]:
+    """Return the faulty fields among arguments, or the argument of their class."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return []
+    owner = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", error.title).lower()
+    if owner in args:
+        return [owner]  # SpeculativeConfig has fields that are called as arguments are
+    fields = {each["loc"][0] for each in error.errors(include_url=False) if each["loc"]}
+    return [name for name in args if name in fields]
+
+
+def _is_named(name: str, value: Any, reason: str) -> bool:
+    """Whether a text is about an argument: names as `seed` and `quantization` are words of sentences too."""
+    names, given = re.escape(name), re.escape(str(value)[:_MAX_REASON])
+    forms = [
+        rf"(['\"`]){names}\1",
+        rf"--{names.replace('_', '-')}(?![\w-])",
+        rf"(?<!\w){names}=['\"]?{given}(?!\w)",  # others are of a list of all values
+    ]
+    if "_" in name:
+        forms.append(rf"(?<!\w){names}(?![\w=])")
+    if any(re.search(form, reason) for form in forms):
+        return True
+    # As in "Unknown attention backend: 'X'".
+    spoken, value_there = rf"\b{names.replace('_', '[ _-]')}\b", rf"(?<!\w){given}(?!\w)"
+    is_short = isinstance(value, str | int | float) and not isinstance(value, bool) and value != ""
+    return is_short and all(re.search(each, reason, re.IGNORECASE) for each in (spoken, value_there))
 
 
 def words(name: str, value: Any) -> list[str]:

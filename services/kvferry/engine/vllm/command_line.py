@@ -12,8 +12,10 @@ from kvferry.engine.vllm.arguments import engine_arguments, kv_transfer_config, 
 _LATER = "set-at-start"  # new for each engine, or known only where it runs
 
 
-def command_line(config: ClusterConfig, role: str, pool: str = "") -> str:
+def command_line(config: ClusterConfig, role: str, entry: str = "") -> str:
     """Return one option a line, after the variables of `engine.env`. Raises ConfigError for what vLLM refuses."""
+    keys = config.argument_keys(role, entry)
+    config, pool = config.of_model(entry), entry
     engine, tenants = config.engine_of(role, pool), config.gateway.tenants_in_etcd
     check_variables(engine.env)
     tiers = None
@@ -31,7 +33,7 @@ def command_line(config: ClusterConfig, role: str, pool: str = "") -> str:
         replay_endpoint=_LATER,
         has_tenants=tenants,
         adapters=config.adapters,
-        keys=config.argument_keys(role, pool),
+        keys=keys,
     )
     # As the operator wrote them: vLLM's parser may have made objects of them.
     arguments |= engine.args

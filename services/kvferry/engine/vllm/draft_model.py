@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvferry import model_folder, vllm_arguments
 from kvferry.config import EngineConfig
+from kvferry.engine.vllm.argument_parser import key_of
 from kvferry.engine.vllm.weight_loading import check_load_format
 from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import ConfigError
-
-_KEY = f"engine.args.{vllm_arguments.SPECULATION}.model"
 
 
 class DraftModel(NamedTuple):
@@ -27,14 +27,15 @@ class DraftModel(NamedTuple):
         return {"method": vllm_arguments.DRAFT_MODEL, "model": self.digest}
 
 
-def find(engine: EngineConfig, cache: Path) -> DraftModel | None:
+def find(engine: EngineConfig, cache: Path, keys: Mapping[str, str]) -> DraftModel | None:
     """Find or fetch the draft model, and read its weights (see `weights_revision`). Raises ConfigError."""
     name = vllm_arguments.draft_model(engine.args)
     if not name:
         return None
+    key = f"{key_of(vllm_arguments.SPECULATION, keys)}.model"
+    folder = model_folder.resolve(name, key=key)
     try:
-        folder = model_folder.resolve(name)
-        check_load_format(engine.args, folder)
+        check_load_format(engine.args, folder, keys)
         return DraftModel(str(folder), weights_revision(folder, cache))
     except ConfigError as error:
-        raise ConfigError(f"{_KEY}: {str(error).removeprefix('model.path: ')}", param=_KEY) from None
+        raise ConfigError(f"{key}: {str(error).removeprefix('model.path: ')}", param=key) from None

@@ -136,7 +136,8 @@ class VllmEngine:
         digest = await asyncio.to_thread(weights_revision, Path(self._model_folder), cache_folder() / "weights")
         self._weights_digest = digest
         self._weights = f"{self._model.revision}:{digest}" if self._model.revision else digest
-        self._draft = await asyncio.to_thread(draft_model.find, self._config, cache_folder() / "weights")
+        find, cache = draft_model.find, cache_folder() / "weights"
+        self._draft = await asyncio.to_thread(find, self._config, cache, self._argument_keys)
         if (adapters := self._adapters_config).served:
             folder = Path(self._model_folder)
             staged = await asyncio.to_thread(stage, adapters, folder, self._folder / "adapters")
@@ -175,7 +176,7 @@ class VllmEngine:
 
         check_names(self._model)
         check_variables(self._config.env)
-        check_load_format(self._config.args, Path(self._model_folder))
+        check_load_format(self._config.args, Path(self._model_folder), self._argument_keys)
         if self._config.unproven:
             log.warning("taken at the operator's risk (engine.unproven): %s", ", ".join(self._config.unproven))
         if self._tier.enabled:

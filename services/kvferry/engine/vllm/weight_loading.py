@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvferry.engine.vllm.argument_parser import key_of
 from kvferry.errors import ConfigError
 from kvferry.vllm_arguments import LOAD_FORMAT, SAFETENSORS, STREAMED
 
@@ -15,14 +16,14 @@ _INDEX = "model.safetensors.index.json"
 _PACKAGE, _MODULE = "runai-model-streamer", "runai_model_streamer"
 
 
-def check_load_format(args: Mapping[str, Any], folder: Path) -> None:
-    """Raises ConfigError unless a load format that was shown reads the files that `auto` reads."""
-    chosen = args.get(LOAD_FORMAT, "auto")
+def check_load_format(args: Mapping[str, Any], folder: Path, keys: Mapping[str, str]) -> None:
+    """Raises ConfigError unless a load format that was shown reads the files that `auto` reads. `keys`: `key_of`."""
+    chosen, key = args.get(LOAD_FORMAT, "auto"), key_of(LOAD_FORMAT, keys)
     if chosen == STREAMED and importlib.util.find_spec(_MODULE) is None:
-        raise ConfigError(f"engine.args.{LOAD_FORMAT}: {chosen} needs the package {_PACKAGE}, which is not installed")
+        raise ConfigError(f"{key}: {chosen} needs the package {_PACKAGE}, which is not installed")
     # Others are at the operator's risk, and part of the exchange digest.
     if chosen in (SAFETENSORS, STREAMED) and (reason := _why_other_files(chosen, folder)):
-        raise ConfigError(f"engine.args.{LOAD_FORMAT}: {chosen} {reason}; use auto")
+        raise ConfigError(f"{key}: {chosen} {reason}; use auto")
 
 
 def _why_other_files(chosen: str, folder: Path) -> str:

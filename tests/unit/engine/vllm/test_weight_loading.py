@@ -11,6 +11,7 @@ from kvferry.engine.vllm import weight_loading
 from kvferry.engine.vllm.weight_loading import check_load_format
 from kvferry.errors import ConfigError
 
+KEYS = {"load_format": "models[chat].decode.engine.args.load_format"}
 FORMATS = ("safetensors", "runai_streamer")
 
 
@@ -30,8 +31,8 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def why_refused(load_format: str, folder: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_load_format({"load_format": load_format}, folder)
-    assert f"engine.args.load_format: {load_format}" in caught.value.message
+        check_load_format({"load_format": load_format}, folder, KEYS)
+    assert caught.value.message.startswith(f"models[chat].decode.engine.args.load_format: {load_format}")
     assert len(caught.value.message) < 500
     return caught.value.message
 
@@ -39,8 +40,8 @@ def why_refused(load_format: str, folder: Path) -> str:
 @pytest.mark.parametrize("load_format", FORMATS)
 def test_files_that_auto_reads_too_are_taken(load_format: str, tmp_path: Path) -> None:
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
-    check_load_format({"load_format": load_format}, folder_with(tmp_path, "1.safetensors", "2.safetensors"))
-    check_load_format({"load_format": load_format}, folder_with(tmp_path, index=index))
+    check_load_format({"load_format": load_format}, folder_with(tmp_path, "1.safetensors", "2.safetensors"), KEYS)
+    check_load_format({"load_format": load_format}, folder_with(tmp_path, index=index), KEYS)
 
 
 @pytest.mark.parametrize("load_format", FORMATS)
@@ -48,9 +49,9 @@ def test_folders_of_which_auto_reads_other_files_are_refused(load_format: str, t
     assert "has none" in why_refused(load_format, folder_with(tmp_path, "model.bin"))
     folder_with(tmp_path, "model.safetensors", f"consolidated{'x' * 200}.safetensors")
     assert "than auto, which takes consolidatedx" in why_refused(load_format, tmp_path)
-    check_load_format({}, tmp_path)
+    check_load_format({}, tmp_path, KEYS)
     # At the operator's risk, and with another digest.
-    check_load_format({"load_format": "dummy"}, tmp_path)
+    check_load_format({"load_format": "dummy"}, tmp_path, KEYS)
 
 
 def test_a_file_that_the_index_leaves_out_is_refused_where_vllm_does_not_read_the_index(tmp_path: Path) -> None:
@@ -59,11 +60,11 @@ def test_a_file_that_the_index_leaves_out_is_refused_where_vllm_does_not_read_th
     assert "also 2.safetensors, which model.safetensors.index.json leaves out" in why_refused(
         "runai_streamer", tmp_path
     )
-    check_load_format({"load_format": "safetensors"}, tmp_path)
+    check_load_format({"load_format": "safetensors"}, tmp_path, KEYS)
     for broken in ([], {"weight_map": 3}, {"weight_map": {"a": []}}):
         folder_with(tmp_path, index=broken)
         with pytest.raises(ConfigError, match="no index of weights"):
-            check_load_format({"load_format": "runai_streamer"}, tmp_path)
+            check_load_format({"load_format": "runai_streamer"}, tmp_path, KEYS)
 
 
 def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
