@@ -116,7 +116,7 @@ class Ranks:
         for field in ("r", "lora_alpha", "target_modules"):
             if config.get(field) is None:
                 raise ValueError(f"{field} is missing")
-        rank, alpha, bias, init = config["r"], config["lora_alpha"], config.get("bias"), config.get("init_lora_weights")
+        rank, alpha, init = config["r"], config["lora_alpha"], config.get("init_lora_weights")
         by_module, alpha_by_module = _pattern(config, "rank_pattern"), _pattern(config, "alpha_pattern")
         for each in (rank, *by_module.values()):
             if not _is_whole(each) or each < 1:
@@ -127,8 +127,8 @@ class Ranks:
             # Python's whole numbers have no limit, and a scale that float32 cannot hold makes every product infinite.
             if isinstance(each, bool) or not isinstance(each, int | float) or not abs(each) <= _MAX_ALPHA:
                 raise ValueError(f"lora_alpha is a number of at most {_MAX_ALPHA:g}, not {str(each)[:80]!r}")
-        if bias not in (None, "none"):
-            raise ValueError(f"bias is {str(bias)[:80]!r}; adapters with biases are not served")
+        if (bias := config.get("bias", "none")) != "none":  # vLLM takes no null for it
+            raise ValueError(f"bias is {str(bias)[:80]!r}, not 'none'; adapters with biases are not served")
         if isinstance(init, str) and init.lower() not in _PLAIN_INITS:
             raise ValueError(f"init_lora_weights is {init[:80]!r}: the model's own weights would have to change too")
         if used := [feature for feature in _REFUSED_FEATURES if config.get(feature)]:

@@ -10,8 +10,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -57,6 +55,7 @@ from kvferry.engine.vllm.arguments import (
     tier_connector,
 )
 from kvferry.engine.vllm.draft_model import DraftModel
+from kvferry.engine.vllm.engine_folder import EngineFolder
 from kvferry.engine.vllm.rope_overrides import check_rope_theta
 from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator, structured_outputs_config
 from kvferry.engine.vllm.weight_loading import check_load_format
@@ -118,7 +117,7 @@ class VllmEngine:
         self._stat_logger: Any = None
         self._parsers: Any = None
         self._validator: StructuredOutputValidator | None = None
-        self._folder: Path | None = None
+        self._folder: EngineFolder | None = None
         self._num_queued_prompt_tokens = 0
         self._floors_version = 0
         self._new_floors: NewFloors | None = None  # that the engine may not know yet
@@ -130,7 +129,8 @@ class VllmEngine:
         return self._info
 
     async def start(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="engine-", dir=os.environ.get("KVFERRY_RUN_DIR")))
+        run_dir = os.environ.get("KVFERRY_RUN_DIR")
+        self._folder = await asyncio.to_thread(EngineFolder, Path(run_dir) if run_dir else None)
         self._engine_id = engine_id = EngineId(secrets.token_hex(16))
         # A revision is a name that an operator gives; two folders may have the same one.
         digest = await asyncio.to_thread(weights_revision, Path(self._model_folder), cache_folder() / "weights")
@@ -140,7 +140,7 @@ class VllmEngine:
         self._draft = await asyncio.to_thread(find, self._config, cache, self._argument_keys)
         if (adapters := self._adapters_config).served:
             folder = Path(self._model_folder)
-            staged = await asyncio.to_thread(stage, adapters, folder, self._folder / "adapters")
+            staged = await asyncio.to_thread(stage, adapters, folder, self._folder.path / "adapters")
             self._adapters = Adapters(staged, adapters.num_loaded)
         prepare_environment(self._config, side_channel_port=free_port(self._config.side_channel_host))
         self._quality = None if self._config.quality_report is None else read_report(self._config.quality_report)
@@ -269,10 +269,12 @@ class VllmEngine:
         )
 
     def _events_endpoint(self) -> str:
-        return f"ipc://{self._folder}/events"
+        assert self._folder is not None
+        return f"ipc://{self._folder.path}/events"
 
     def _replay_endpoint(self) -> str:
-        return f"ipc://{self._folder}/replay"
+        assert self._folder is not None
+        return f"ipc://{self._folder.path}/replay"
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         from vllm.exceptions import VLLMClientError
@@ -451,7 +453,7 @@ class VllmEngine:
             # A shutdown ends the task that tells requests of an engine's end, perhaps before it has.
             llm.output_processor.propagate_error(EngineDeadError())
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
         if self._engine_id is not None:
             # Left behind by a start that failed before all workers mapped the CPU tier.
             with contextlib.suppress(FileNotFoundError):

@@ -100,6 +100,7 @@ def test_the_digest_is_of_both_files_and_nothing_else(tmp_path: Path, model: Pat
         ({"target_modules": None}, "target_modules is missing"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"bias": "all"}, "bias is 'all'"),
+        ({"bias": None}, "bias is 'None'"),
         ({"use_dora": True}, "use_dora is set"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
         ({"layer_replication": [[0, 1]]}, "layer_replication is set"),

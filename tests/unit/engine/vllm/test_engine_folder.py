@@ -1,0 +1,54 @@
+"""engine/vllm/engine_folder.py"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from kvferry.engine.vllm.engine_folder import EngineFolder
+
+PROGRAM = """
+import signal, sys
+from pathlib import Path
+from kvferry.engine.vllm.engine_folder import EngineFolder
+
+folder = EngineFolder(Path(sys.argv[1]))
+(folder.path / "adapters").mkdir()
+print(folder.path, flush=True)
+signal.pause()
+"""
+
+
+def test_a_killed_workers_folder_goes_and_a_living_ones_stays(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        left = Path(other.stdout.readline().strip())
+        own = EngineFolder(tmp_path)
+        assert (left / "adapters").is_dir()
+    finally:
+        other.send_signal(signal.SIGKILL)
+        other.communicate()
+    assert left.is_dir()
+    later = EngineFolder(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted((own.path, later.path))
+    for folder in (own, later, own):
+        folder.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_folder_of_ours_stays(tmp_path: Path) -> None:
+    (outside := tmp_path / "outside").mkdir()
+    (outside / "lock").touch()
+    (parent := tmp_path / "parent").mkdir()
+    (parent / "engine-of-an-earlier-release").mkdir()
+    (parent / "engine-link").symlink_to(outside)
+    (with_pipe := parent / "engine-pipe").mkdir()
+    os.mkfifo(with_pipe / "lock.new")
+    (parent / "engine-file").touch()
+    EngineFolder(parent).remove()
+    assert len(list(parent.iterdir())) == 4
+    assert (outside / "lock").exists()
