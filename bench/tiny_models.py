@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,10 @@ SHOWN: Mapping[str, Callable[[], Any]] = {
 }
 # Pages of other sizes than those of any model above, for drafts.
 DRAFTS: Mapping[str, Callable[[], Any]] = {
-    "small-llama": _configured("LlamaConfig", head_dim=64, num_key_value_heads=1, num_hidden_layers=2)
+    "small-llama": _configured("LlamaConfig", head_dim=64, num_key_value_heads=1, num_hidden_layers=2),
+    "wide-llama": _configured("LlamaConfig", head_dim=32, hidden_size=320),
 }
+_SEEN = [1, 2, 3]  # layers
 # Of SHOWN, those whose weights are quantized: largest value, torch's and compressed-tensors' type, and its format.
 _QUANTIZED: Mapping[str, tuple[float, str, str, str]] = {
     "qwen3-int8": (127.0, "int8", "int", "int-quantized"),
@@ -235,6 +237,49 @@ def make_draft_model(target: Path, folder: Path, *, noise: float) -> Path:
         if each.dim() > 1:
             weights[key] = each + torch.randn(each.shape, generator=random) * each.std() * noise
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def make_eagle_head(target: Path, folder: Path, method: str, answers: Sequence[tuple[Sequence[int], int]]) -> Path:
+    """Write an EAGLE head of a Llama whose drafts fit answers: all tokens of each, and how many are its prompt's."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    folder.mkdir()
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    inputs, outputs = [], []
+    with torch.no_grad():
+        for tokens, first in answers:
+            seen = model.model(torch.tensor([tokens]), output_hidden_states=True)
+            last, embedded = seen.last_hidden_state[0], model.model.embed_tokens(torch.tensor(tokens))
+            # At the place of a token, the one after the next is drafted; EAGLE-3 sees what three layers begin with.
+            before = [embedded[1:], last[:-1]] if method == "eagle" else [seen.hidden_states[i][0, :-1] for i in _SEEN]
+            inputs.append(torch.cat(before, dim=-1)[first - 1 : -1])
+            outputs.append(last[first:-1])
+        fitted = torch.linalg.lstsq(torch.cat(inputs).double(), torch.cat(outputs).double()).solution.T.float()
+    weights = {
+        key.removeprefix("model."): each
+        for key, each in load_file(target / "model.safetensors").items()
+        if key.startswith("model.layers.0.") and ("input_layernorm" not in key or method == "eagle3")
+    }
+    weights["fc.weight"] = fitted.contiguous()
+    weights["layers.0.mlp.down_proj.weight"] *= 0.0
+    weights["layers.0.self_attn.o_proj.weight"] *= 0.001  # so that the head's pages change some drafts
+    config["num_hidden_layers"] = 1
+    if method == "eagle3":
+        known = torch.tensor(sorted({token for tokens, first in answers for token in tokens[first:]}))
+        config |= {"draft_vocab_size": len(known), "eagle_aux_hidden_state_layer_ids": _SEEN}
+        config["architectures"] = ["LlamaForCausalLMEagle3"]
+        weights |= {name: torch.ones(config["hidden_size"]) for name in ("norm.weight", "layers.0.hidden_norm.weight")}
+        for name in ("q", "k", "v"):
+            half = weights[f"layers.0.self_attn.{name}_proj.weight"]
+            weights[f"layers.0.self_attn.{name}_proj.weight"] = torch.cat([half, half.flip(0)], dim=1)
+        weights["lm_head.weight"] = model.lm_head.weight.detach()[known]
+        weights["d2t"] = known - torch.arange(len(known))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

@@ -259,9 +259,12 @@ _NGRAM_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_
 # A smaller model makes the drafts. Its pages lie beside the model's own and are moved and kept with them, so both roles
 # have it.
 DRAFT_MODEL = "draft_model"
+# Heads, which draft from what the model has computed. They have pages too.
+EAGLE_METHODS = ("eagle", "eagle3")
+DRAFT_METHODS = (DRAFT_MODEL, *EAGLE_METHODS)
 _DRAFT_MODEL_KEYS = ("method", "model", "num_speculative_tokens")
 _MAX_DRAFT_PATH = 4096  # characters
-_METHODS = ("ngram", DRAFT_MODEL)
+_METHODS = ("ngram", *DRAFT_METHODS)
 # Further ones that vLLM has, at the operator's own risk.
 _OTHER_SPECULATION_KEYS = (
     "enforce_eager", "draft_tensor_parallel_size", "tensor_parallel_size", "quantization", "moe_backend",
@@ -279,7 +282,7 @@ _OTHER_SPECULATION_KEYS = (
 def why_no_ngrams(value: object) -> str:
     """Return why a `speculative_config` of n-grams was not shown to give right answers, or an empty string."""
     if not isinstance(value, Mapping) or value.get("method") != "ngram":
-        return f"only speculative decoding with method: ngram or {DRAFT_MODEL} was shown to give right answers"
+        return f"only speculative decoding with method: {', '.join(_METHODS)} was shown to give right answers"
     if reason := _why_other_keys(value, _NGRAM_KEYS):
         return reason
     for key in ("prompt_lookup_min", "prompt_lookup_max"):
@@ -313,7 +316,7 @@ def _why_other_keys(value: Mapping[str, object], keys: Collection[str]) -> str:
 def draft_model(args: Mapping[str, object]) -> str:
     """Return the folder or hub id of the model that makes drafts; empty without one that was shown."""
     value = args.get(SPECULATION)
-    if not isinstance(value, Mapping) or value.get("method") != DRAFT_MODEL or why_no_draft_model(value):
+    if not isinstance(value, Mapping) or value.get("method") not in DRAFT_METHODS or why_no_draft_model(value):
         return ""
     return str(value["model"])
 
@@ -465,7 +468,7 @@ def why_not_removed(name: str, value: object = None) -> str:
 
 
 def _why_no_speculation(value: object, role: str) -> str:
-    if isinstance(value, Mapping) and value.get("method") == DRAFT_MODEL:
+    if isinstance(value, Mapping) and value.get("method") in DRAFT_METHODS:
         reason = why_no_draft_model(value)
         if not reason:
             # Prefill engines compute the draft model's pages of a prompt too.

@@ -20,7 +20,7 @@ import pytest_asyncio
 from msgspec import structs
 
 from bench.engine_device import engine_config, model_config
-from bench.tiny_models import make_draft_model, make_model
+from bench.tiny_models import make_draft_model, make_eagle_head, make_model
 from bench.vllm_engines import VllmPair, answer, prefill, start_pair
 from kvferry.engine.base import (
     CachedTokens,
@@ -76,6 +76,7 @@ def tokens_of(outputs: list[EngineOutput]) -> list[int]:
 
 @dataclass
 class World:
+    method: str
     pair: VllmPair
     target: Path
     draft: Path
@@ -93,8 +94,8 @@ class World:
         )
 
 
-def drafts_of(folder: Path) -> dict[str, Any]:
-    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": NUM_DRAFT_TOKENS}
+def drafts_of(folder: Path, method: str = "draft_model") -> dict[str, Any]:
+    config = {"method": method, "model": str(folder), "num_speculative_tokens": NUM_DRAFT_TOKENS}
     return {"speculative_config": config}
 
 
@@ -125,12 +126,16 @@ async def answers_without_drafts(target: Path) -> tuple[dict[object, list[Engine
         await engine.stop()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    folder = tmp_path_factory.mktemp("drafts")
-    target = make_model("llama", folder / "target")
-    draft = make_draft_model(target, folder / "draft", noise=NOISE)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["draft_model", "eagle", "eagle3"])
+async def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    folder, method = tmp_path_factory.mktemp("drafts"), str(request.param)
+    target = make_model("llama" if method == "draft_model" else "wide-llama", folder / "target")
     expected, drawn = await answers_without_drafts(target)
+    if method == "draft_model":
+        draft = make_draft_model(target, folder / "draft", noise=NOISE)
+    else:
+        known = [([*prompt_of(each), *tokens_of(expected[each])], each) for each in LENGTHS]
+        draft = make_eagle_head(target, folder / "draft", method, known)
     (registry := folder / "registry").mkdir()
     keeper = NodeProcess(
         folder / "node", registry, "node", cpu_gib=0.2, blocks_per_chunk=1, volume={"capacity_gib": 1.0}
@@ -142,11 +147,11 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
             tier=keeper.config,
             keeper_socket=str(keeper.socket_path),
             has_tenants=True,
-            args={**drafts_of(draft), "num_gpu_blocks_override": 4 * MAX_MODEL_LEN // 32},
+            args={**drafts_of(draft, method), "num_gpu_blocks_override": 4 * MAX_MODEL_LEN // 32},
             max_num_batched_tokens=STEP_TOKENS,
         )
         try:
-            yield World(pair, target, draft, keeper.folder / "v0", drawn, expected)
+            yield World(method, pair, target, draft, keeper.folder / "v0", drawn, expected)
         finally:
             await pair.stop()
     finally:
@@ -169,7 +174,9 @@ async def test_answers_equal_those_without_drafts(world: World, way: str) -> Non
         assert (sources.external_kv_transfer if transfer else sources.local_compute) == length
         return max(len(output.token_ids) for output in outputs)
 
-    assert max(await asyncio.gather(*map(compare, LENGTHS))) == NUM_DRAFT_TOKENS + 1
+    most = max(await asyncio.gather(*map(compare, LENGTHS)))
+    # The EAGLE-3 head of this test repeats its first draft.
+    assert most == (2 if world.method == "eagle3" else NUM_DRAFT_TOKENS + 1)
     drafted, accepted = (world.counted(name) - value for name, value in before.items())
     assert 0.2 < accepted / drafted < 0.9, "drafts were accepted, and others were not"
 
@@ -219,7 +226,9 @@ async def test_pages_of_both_models_come_back_from_the_volume_and_the_cpu_tier(w
     assert await ask(world.pair.prefill, "computed") == CachedTokens()
     await until(lambda: len(chunk_files(world.volume)) >= files + whole // 32, what="pages kept")
     assert await ask(decode, "volume") == CachedTokens(volume=whole)
-    assert await ask(decode, "device") == CachedTokens(device=whole)
+    # The last page of a head's has what it drafted from the next token, so vLLM takes one page fewer from the device.
+    last = 32 if world.method != "draft_model" else 0
+    assert await ask(decode, "device") == CachedTokens(device=whole - last, cpu=last)
     assert await decode._llm.reset_prefix_cache()
     assert await ask(decode, "cpu") == CachedTokens(cpu=whole)
     assert accepted[1] == accepted[2] == accepted[3] > 0, "drafts are those that computed pages give"
@@ -227,8 +236,8 @@ async def test_pages_of_both_models_come_back_from_the_volume_and_the_cpu_tier(w
 
 async def test_pages_are_described_with_those_of_the_draft_model(world: World) -> None:
     info = world.pair.decode.info
-    # Keys and values of 4 layers of 2 heads of 32 float32, of both models, for 32 tokens.
-    assert info.page_bytes == 2 * (2 * 4 * 2 * 32 * 4) * 32
+    # Keys and values of 4 layers of 2 heads of 32 float32, of both models, for 32 tokens. A head has one layer.
+    assert info.page_bytes == 2 * (2 * 32 * 4) * 32 * (4 + (4 if world.method == "draft_model" else 1))
     assert info.pool_bytes == info.num_pages * info.page_bytes
     assert info.exchange == world.pair.prefill.info.exchange
     arguments = json.loads(dict(info.exchange)["arguments"])

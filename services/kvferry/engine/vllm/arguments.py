@@ -14,7 +14,7 @@ from kvferry.engine.vllm.draft_model import DraftModel
 from kvferry.model_folder import cache_folder
 from kvferry.pages.exchange import ARGUMENTS, WEIGHTS
 from kvferry.pages.geometry.config_json import from_config
-from kvferry.vllm_arguments import DRAFT_MODEL, SPECULATION, equal_values
+from kvferry.vllm_arguments import DRAFT_METHODS, SPECULATION, equal_values
 
 CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.nixl_connector"
 CONNECTOR_CLASS = "KvTransferConnector"
@@ -255,7 +255,7 @@ def page_sizes(vllm_config: Any) -> PageSizes:
     speculation = vllm_config.speculative_config
     draft = None if speculation is None else speculation.draft_model_config
     # A draft model's layers have pages of the same block ids.
-    models = [vllm_config.model_config, *([draft] if draft is not None and speculation.method == DRAFT_MODEL else [])]
+    models = [vllm_config.model_config, *([draft] if draft is not None and speculation.method in DRAFT_METHODS else [])]
     sizes = [_sizes_of(model, vllm_config) for model in models]
     return PageSizes(sum(each.page_bytes for each in sizes), sum(each.block_bytes for each in sizes))
 
@@ -265,7 +265,8 @@ def _sizes_of(model: Any, vllm_config: Any) -> PageSizes:
 
     cache, ranks = vllm_config.cache_config, vllm_config.parallel_config.tensor_parallel_size
     dtype = kv_cache_dtype(vllm_config)
-    geometry = from_config(model.hf_config.to_dict(), name=model.architecture)
+    config = getattr(model.hf_config, "model", None) or model.hf_config  # vLLM wraps that of an EAGLE head
+    geometry = from_config(config.to_dict(), name=model.architecture)
     page_bytes = geometry.bytes_per_token(dtype, ranks) * cache.block_size
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         # All layers have one block table, also those with a window.

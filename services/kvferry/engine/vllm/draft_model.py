@@ -1,4 +1,4 @@
-"""The smaller model that makes drafts of an engine's tokens (`speculative_config` with method `draft_model`)."""
+"""The smaller model, or EAGLE head, that makes drafts of an engine's tokens (`speculative_config`)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvferry.errors import ConfigError
 
 
 class DraftModel(NamedTuple):
+    method: str
     folder: str
     digest: str  # of its weights and configuration
 
@@ -24,7 +25,7 @@ class DraftModel(NamedTuple):
 
     def for_digest(self) -> dict[str, str]:
         """Return what engines must have in common: nodes may have the model in other folders."""
-        return {"method": vllm_arguments.DRAFT_MODEL, "model": self.digest}
+        return {"method": self.method, "model": self.digest}
 
 
 def find(engine: EngineConfig, cache: Path, keys: Mapping[str, str]) -> DraftModel | None:
@@ -36,6 +37,7 @@ def find(engine: EngineConfig, cache: Path, keys: Mapping[str, str]) -> DraftMod
     folder = model_folder.resolve(name, key=key)
     try:
         check_load_format(engine.args, folder, keys)
-        return DraftModel(str(folder), weights_revision(folder, cache))
+        method = str(engine.args[vllm_arguments.SPECULATION]["method"])
+        return DraftModel(method, str(folder), weights_revision(folder, cache))
     except ConfigError as error:
         raise ConfigError(f"{key}: {str(error).removeprefix('model.path: ')}", param=key) from None
