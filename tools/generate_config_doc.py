@@ -161,6 +161,27 @@ The acceptance rate is a quotient of two counters that vLLM exports, on the [lis
 sum(rate(vllm:spec_decode_num_accepted_tokens_total[5m])) / sum(rate(vllm:spec_decode_num_draft_tokens_total[5m]))
 ```
 
+Without Prometheus, of one worker since its start:
+
+```sh
+curl -s http://127.0.0.1:8000/kvferry/v1/targets    # its address, beside kind: decode
+curl -s http://ADDRESS/metrics | awk '/^vllm:spec_decode_num_accepted_tokens_total/ {a += $NF}
+  /^vllm:spec_decode_num_draft_tokens_total/ {d += $NF} END {if (d) print a / d}'
+```
+
+To try a draft model where none is at hand, the model's first layers make one (of Llama, Qwen and others that keep them
+in `model.layers`). Few of its tokens are accepted: 1 of 48 in an answer of SmolLM2-135M, with its first 4 of 30 layers.
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("/models/qwen3-8b", dtype="auto")
+model.model.layers, model.config.num_hidden_layers = model.model.layers[:4], 4
+if hasattr(model.config, "layer_types"):
+    model.config.layer_types = model.config.layer_types[:4]
+model.save_pretrained("/models/qwen3-8b-4-layers")
+```
+
 ## How weights are read
 
 `load_format` may be `auto` (the default), `safetensors` or `runai_streamer`, in each role another one: answers are

@@ -426,8 +426,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         merged(MODELS, at("roles.models.small.decode.extraVolumes", [{"name": "shm"}])),
         'roles.models.small.decode.extraVolumes name "shm" twice',
     ),
+    (at("config.model.path", "s3://bucket/m"), 'config.model.path is "s3://bucket/m": models are not read from URLs'),
     (
-        merged(drafted("acme/d")),
+        drafted("acme/d"),
         'config.engine.args.speculative_config.model is "acme/d": workers download no draft model. Name its folder '
         "below model.volume.mountPath, /models, or fill one with model.weights.also",
     ),

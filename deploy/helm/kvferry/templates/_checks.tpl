@@ -170,6 +170,9 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- if and (not $v.model.weights.enabled) $v.model.weights.also -}}
 {{- fail "model.weights.also names models and model.weights.enabled is false" -}}
 {{- end -}}
+{{- if regexMatch "^[A-Za-z][A-Za-z0-9+.-]*://" $v.config.model.path -}}
+{{- fail (printf "config.model.path is %q: models are not read from URLs. Name a hub id, or a folder of model.volume" $v.config.model.path) -}}
+{{- end -}}
 {{- if eq $v.config.model.path "default" -}}
 {{- fail "config.model.path is default, which `kvferry up` prepares on one machine: name a hub id or a folder" -}}
 {{- end -}}
