@@ -13,6 +13,7 @@ import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -36,7 +37,7 @@ from kvferry.pages.keys import page_salt, route_keys, seed_of
 from kvferry.residency.index import Tier
 from kvferry.tenancy.namespace import Namespace
 from kvferry.worker.page_mirror import PageMirror
-from support.lora_adapters import make_adapter
+from support.lora_adapters import make_adapter, merged_answer
 from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
 from support.waiting import until
@@ -49,6 +50,11 @@ BLOCK_SIZE = 32
 NUM_PAGES = 5
 PROMPT_TOKENS = NUM_PAGES * BLOCK_SIZE + 9
 GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
+SCALED: dict[str, Any] = {
+    "use_rslora": True,
+    "lora_alpha": 3,
+    "alpha_pattern": {"q_proj": 1, "layers.1.mlp.up_proj": 4.5},
+}
 ACME = TierHints(Namespace("acme", 3))
 OPTIONS = {"cpu_gib": 0.25, "volume": {"capacity_gib": 0.5}, "blocks_per_chunk": 1}
 # Of architectures whose adapters are served, beside Llama's.
@@ -153,8 +159,8 @@ async def make_world(name: str, folder: Path, keeper: NodeProcess | None = None)
     """Make a model and its adapters, and engines that are not started."""
     model = await asyncio.to_thread(make_model, name, folder / "model")
     served: Mapping[str, AdapterConfig] = {
-        each: AdapterConfig(path=str(make_adapter(folder / each, model, seed)))
-        for seed, each in enumerate(("sql", "poems", "third", "fourth"))
+        each: AdapterConfig(path=str(make_adapter(folder / each, model, seed, **settings)))
+        for seed, (each, settings) in enumerate({"sql": {}, "poems": {}, "third": {}, "fourth": SCALED}.items())
     }
     adapters = AdaptersConfig(served=dict(served), max_rank=8, max_active=2, max_loaded=3)
     world = World(name, folder, model, keeper, adapters, None, None, PageMirror(BLOCK_SIZE, 10_000))  # type: ignore[arg-type]
@@ -193,6 +199,13 @@ async def test_both_engines_have_the_same_adapters(world: World) -> None:
     assert world.prefill.info.adapters == world.decode.info.adapters
     assert sorted(key.partition("@")[0] for key in world.decode.info.adapters) == ["fourth", "poems", "sql", "third"]
     assert dict(world.decode.info.exchange)["adapters"] == "lora"
+
+
+@pytest.mark.parametrize("name", ["sql", "fourth"])
+async def test_answers_are_those_of_weights_with_the_adapter_in_them(world: World, name: str) -> None:
+    prompt = prompt_of(40)
+    merged = await asyncio.to_thread(merged_answer, world.model, world.folder / name, prompt, GREEDY.max_tokens)
+    assert await world.alone(prompt, world.key(name)) == merged != await world.alone(prompt, "")
 
 
 async def test_interleaved_requests_with_the_same_prompt_give_what_each_adapter_gives_alone(world: World) -> None:

@@ -36,6 +36,31 @@ def make_adapter(
     return folder
 
 
+def merged_answer(model_folder: Path, adapter: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Return the greedy answer of transformers, with the adapter's products added to the model's weights."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    config, tensors = json.loads((adapter / CONFIG).read_text()), load_file(adapter / WEIGHTS)
+    answer: list[int] = []
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            a = tensors.get(f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight")
+            if a is None:
+                continue
+            b = tensors[f"base_model.model.{name.removesuffix('.weight')}.lora_B.weight"]
+            alphas = [
+                alpha for end, alpha in config.get("alpha_pattern", {}).items() if f".{name}".endswith(f".{end}.weight")
+            ]
+            rank, alpha = a.shape[0], (alphas or [config["lora_alpha"]])[0]
+            weight += alpha / (rank**0.5 if config.get("use_rslora") else rank) * b @ a
+        for _ in range(num_tokens):
+            answer.append(int(model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, -1].argmax()))
+    return answer
+
+
 def adapter_config(rank: int, modules: Sequence[str] = ("q_proj",)) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
