@@ -624,6 +624,27 @@ def test_an_adapter_does_not_wait_for_ever_for_those_in_use(
     steps.run()
 
 
+def test_nor_does_one_whose_pages_have_come_from_another_engine(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.request import RequestStatus
+
+    steps = Steps(with_adapters(vllm_config, 1), is_async=False)
+    steps.add([1] * 8, None, 6, adapter=1)
+    steps.step()
+    first = steps.add([3] * 8, None, 4, due=1, adapter=7)
+    first.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    steps.scheduler.finished_recving_kv_req_ids.add(first.request_id)
+    monkeypatch.setattr(steps.scheduler, "_update_waiting_for_remote_kv", lambda request: None)
+    for due in range(2, 60):
+        steps.add([due % 9] * 8, None, 6, due=due, adapter=1)
+        if first.request_id in steps.step():
+            break
+    else:
+        pytest.fail("it never began")
+    steps.run()
+
+
 def with_adapters(vllm_config: Any, max_adapters: int) -> Any:
     from vllm.config.lora import LoRAConfig
 

@@ -38,7 +38,8 @@ class AdapterTurns:
         waiting = sorted(each for each in (*self.kv_holding_waiting, *self.waiting) if _adapter_of(each))
         adapters, first = set(running), None
         for request in waiting:
-            if _adapter_of(request) in adapters or not may_begin(request):
+            # Also of one whose pages or grammar are on their way: vLLM sees that they are there when it may begin.
+            if _adapter_of(request) in adapters:
                 continue
             if len(adapters) == self.lora_config.max_loras:
                 first = request
