@@ -53,7 +53,7 @@ bench-routing: $(STAMP) ## Prefix routing beside round robin; ARGS="--trace FILE
 	@$(BIN)/python -m bench.routing $(ARGS)
 
 test-models: $(STAMP) ## Show for every kind of attention that pages survive a transfer, adapters included, and that wrong scales are found (half an hour)
-	@KVFERRY_ALL_MODELS=1 $(BIN)/pytest tests/model/test_models.py tests/model/test_adapters.py tests/model/test_quality.py $(ARGS)
+	@KVFERRY_ALL_MODELS=1 $(BIN)/pytest tests/model/test_models.py tests/model/test_adapters.py tests/model/test_quality.py tests/model/test_draft_model.py $(ARGS)
 
 chaos: $(STAMP) ## Kill workers, gateways and etcd under load and show what clients saw; ARGS="--kills 5"
 	@$(BIN)/python -m bench.chaos $(ARGS)

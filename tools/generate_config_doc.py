@@ -151,8 +151,13 @@ the same memory, and a prefill engine computes every prompt with both models. `m
 id; engines exchange pages only if the digests of its files are equal. Of the architectures of [models](models.md), with
 the vocabulary, type and at least the context of the model; refused are sliding windows, quantized weights (of either)
 and `tensor_parallel_size` above 1 beside it. Of [several models](models-in-a-cluster.md), an entry without drafts says
-`engine: {args: {speculative_config: null}}`. EAGLE and MTP were not shown: they need `engine.unproven:
-[speculative_config]`, and stand in `engine.args` too.
+`engine: {args: {speculative_config: null}}`.
+
+An EAGLE head drafts from what the model itself has computed, better than a small model and with one layer of pages:
+`method: eagle` or `eagle3`, `model` its folder or hub id, the rest as above. Shown with heads of Llama for
+`LlamaForCausalLM`, EAGLE-3 with a vocabulary of its own too. vLLM computes the last page of a prefix anew where the
+device has it, since what the head keeps there depends on the token that follows. MTP and heads of other models were
+not shown: they need `engine.unproven: [speculative_config]`, and stand in `engine.args` too.
 
 The acceptance rate is a quotient of two counters that vLLM exports, on the [listeners](metrics.md) of decode workers
 (not on the gateway's; `/kvferry/v1/targets` has their addresses). Simulated engines have neither.

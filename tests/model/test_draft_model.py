@@ -1,5 +1,4 @@
-"""Speculative decoding with a draft model: answers are those of an engine without, token for token, wherever the pages
-of both models come from.
+"""Speculative decoding with a draft model or an EAGLE head: answers are those of an engine without, token for token.
 
 The engines have tenants, a CPU tier and a keeper's volume. Answers without drafts come from an engine that has ended.
 """
@@ -8,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -52,6 +52,7 @@ GRAMMAR = json.dumps({"regex": "([a-z]+ [0-9]{3}, ){3}end"})
 LENGTHS = (5, 31, 32, 33, 255, 300, 700, MAX_MODEL_LEN - NUM_TOKENS)
 DRAWN = 600  # answers
 SAMPLED = Sampling(max_tokens=3, temperature=2.0, top_k=3, ignore_eos=True)
+METHODS = ["draft_model", "eagle3", *(["eagle"] if os.environ.get("KVFERRY_ALL_MODELS") else [])]
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "min_tokens": {"min_tokens": 20, "ignore_eos": False},
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
@@ -126,7 +127,7 @@ async def answers_without_drafts(target: Path) -> tuple[dict[object, list[Engine
         await engine.stop()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["draft_model", "eagle", "eagle3"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=METHODS)
 async def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     folder, method = tmp_path_factory.mktemp("drafts"), str(request.param)
     target = make_model("llama" if method == "draft_model" else "wide-llama", folder / "target")

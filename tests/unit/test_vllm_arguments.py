@@ -119,7 +119,7 @@ def test_arguments_of_pools_are_checked() -> None:
         ({"args": {"custom_histogram_buckets": ["x" * 20_000]}}, "is the limit"),
         ({"args": {f"a{i}": 1 for i in range(65)}}, "64 is the limit"),
         ({"args": {"speculative_config": NGRAM}}, "give it in decode.engine.args"),
-        ({"args": {"speculative_config": {"method": "eagle"}}}, "add 'speculative_config' to engine.unproven"),
+        ({"args": {"speculative_config": {"method": "mtp"}}}, "add 'speculative_config' to engine.unproven"),
         ({"unproven": ["seed"]}, "it needs no permission"),
         ({"unproven": ["block_size"]}, "not taken here: use engine.block_size"),
         ({"unproven": ["nonsense"]}, "vLLM's engine has no such argument"),
@@ -142,7 +142,7 @@ def test_what_is_not_taken_is_named(engine: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"method": "eagle3"}, "only speculative decoding with method: ngram or draft_model was shown"),
+        ({"method": "mtp"}, "only speculative decoding with method: ngram, draft_model, eagle, eagle3 was shown"),
         ({"model": "x" * 500}, "not with 'model'"),
         ({"quantization": "fp8"}, "not with 'quantization'"),
         ({"num_speculative_tokens": 17}, "from 1 to 16"),

@@ -65,7 +65,7 @@
 {{- end -}}
 {{- end -}}
 {{- if kindIs "map" $speculation -}}
-{{- if eq (toString $speculation.method) "draft_model" -}}
+{{- if has (toString $speculation.method) (list "draft_model" "eagle" "eagle3") -}}
 {{- dict "key" $key "folder" (toString $speculation.model) | toJson -}}
 {{- end -}}
 {{- end -}}

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry.vllm_arguments import DRAFT_METHODS, DRAFT_MODEL, SPECULATION
 
-# Heads that were tried, with models of the same architecture: tests/model/test_draft_model.py.
+# Heads that were tried: tests/model/test_draft_model.py.
 EAGLE_ARCHITECTURES = frozenset({"EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"})
 
 # Tried by `make test-models`. vLLM 0.32 has 391; another one is refused until it was tried.
@@ -112,13 +112,15 @@ def _of_speculation(vllm_config: Any) -> Mapping[str, bool]:
     target, speculation = vllm_config.model_config, vllm_config.speculative_config
     if speculation.method not in DRAFT_METHODS:
         return {f"drafts of method {speculation.method}": speculation.method != "ngram"}
-    shown = ARCHITECTURES if speculation.method == DRAFT_MODEL else EAGLE_ARCHITECTURES
+    is_head = speculation.method != DRAFT_MODEL
+    shown = EAGLE_ARCHITECTURES if is_head else ARCHITECTURES
     draft = speculation.draft_model_config
     # Their pages lie in one pool.
     is_sliding = has_sliding_window(target) or has_sliding_window(draft)
     return {
         **{f"a draft model with {kind}": is_there for kind, is_there in _of_model(draft).items()},
         f"a draft model of the architecture {draft.architecture}": draft.architecture not in shown,
+        f"an EAGLE head of {target.architecture}": is_head and target.architecture != "LlamaForCausalLM",
         "a draft model whose context is shorter": draft.max_model_len < target.max_model_len,
         "a draft model of another type": draft.dtype != target.dtype,
         "a draft model with another vocabulary": draft.get_vocab_size() != target.get_vocab_size(),

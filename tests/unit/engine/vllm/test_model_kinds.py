@@ -46,7 +46,7 @@ def test_ngrams_are_served_and_drafts_of_models_at_the_operators_risk() -> None:
     whole = config()
     whole.speculative_config = SimpleNamespace(method="ngram")
     assert why_refused(whole, has_tiers=True) == ""
-    whole.speculative_config = SimpleNamespace(method="eagle")
+    whole.speculative_config = SimpleNamespace(method="mtp")
     assert why_refused(whole, has_tiers=True, unproven=("speculative_config",)) == ""
 
 
@@ -87,6 +87,24 @@ def test_a_draft_model_on_several_ranks_is_refused() -> None:
     whole = drafted()
     whole.parallel_config.tensor_parallel_size = 2
     assert "a draft model, on several ranks" in why_refused(whole, has_tiers=False)
+
+
+@pytest.mark.parametrize(
+    ("target", "method", "head", "reason"),
+    [
+        ("LlamaForCausalLM", "eagle", "EagleLlamaForCausalLM", ""),
+        ("LlamaForCausalLM", "eagle3", "LlamaForCausalLMEagle3", ""),
+        ("LlamaForCausalLM", "eagle3", "Eagle3Qwen3ForCausalLM", "a draft model of the architecture Eagle3Qwen3"),
+        ("Qwen3ForCausalLM", "eagle3", "LlamaForCausalLMEagle3", "an EAGLE head of Qwen3ForCausalLM"),
+        ("LlamaForCausalLM", "draft_model", "LlamaForCausalLMEagle3", "a draft model of the architecture Llama"),
+    ],
+)
+def test_eagle_heads_are_served_as_they_were_tried(target: str, method: str, head: str, reason: str) -> None:
+    whole = drafted(architecture=head)
+    whole.model_config.architecture, whole.speculative_config.method = target, method
+    found = why_refused(whole, has_tiers=True)
+    assert (found == "") is (reason == "")
+    assert reason in found
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
@@ -134,7 +152,7 @@ def test_untried_kinds_of_tried_architectures_are_refused(values: dict[str, Any]
         ("model_config", "is_hybrid", True, "recurrent"),
         ("model_config", "is_encoder_decoder", True, "encoder"),
         ("cache_config", "cache_dtype", "fp8", "fp8"),
-        ("", "speculative_config", SimpleNamespace(method="eagle"), "speculative"),
+        ("", "speculative_config", SimpleNamespace(method="mtp"), "drafts of method mtp"),
     ],
 )
 def test_untried_settings_are_refused(part: str, name: str, value: object, reason: str) -> None:

@@ -26,12 +26,10 @@ class AdapterTurns:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def _beyond_adapters(self) -> list[Any]:
-        """Return requests that this step may not begin, since a step has at most `max_loras` adapters.
-
-        vLLM passes over them too, but does not count the adapter of a prompt that this step leaves out, and goes on to
-        begin later requests of the adapters in use, for which another one may wait for ever. So one of these adapters
-        gets no later requests while another waits.
-        """
+        """Return requests that this step may not begin, since a step has at most `max_loras` adapters."""
+        # vLLM passes over them too, but does not count the adapter of a prompt that this step leaves out, and begins
+        # later requests of the adapters in use, for which another one may wait for ever. So one of these gets no later
+        # requests while another waits.
         if self.lora_config is None:
             return []
         running = Counter(filter(None, map(_adapter_of, self.running)))
