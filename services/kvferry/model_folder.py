@@ -6,6 +6,7 @@ need.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,7 +16,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,10 @@ def _convert(gguf: Path, into: Path) -> None:
     model.save_pretrained(into)
 
 
+class _TooLargeError(Exception):
+    pass
+
+
 def from_hub(
     name: str,
     report: Callable[[str], None],
@@ -162,29 +166,40 @@ def from_hub(
     leave_out: Iterable[str] = (),
     revision: str | None = None,
     key: str = "model.path",
+    limit: tuple[int, str] | None = None,
 ) -> Path:
     """Fetch a hub id, or its files that match `only`, without those that end as `leave_out` says.
 
-    Raises ConfigError, which names `key`.
+    Raises ConfigError, which names `key`, also before it fetches more than the `limit`, in bytes, of another key.
     """
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.errors import DryRunError, HFValidationError
     except ImportError:
         raise _unusable(
             f"{name!r} is not a folder, and fetching it from the hub needs huggingface_hub; run `make setup`", key
         ) from None
     try:
         with _announced(f"fetching {name} from the hub", report):
-            folder = snapshot_download(
-                name,
-                revision=revision,
-                cache_dir=cache_folder() / "hub",
-                allow_patterns=only,
-                ignore_patterns=[f"*{suffix}" for suffix in sorted(leave_out)],
-            )
+            wanted: dict[str, Any] = {
+                "revision": revision,
+                "cache_dir": cache_folder() / "hub",
+                "allow_patterns": only,
+                "ignore_patterns": [f"*{suffix}" for suffix in sorted(leave_out)],
+            }
+            if limit is not None:
+                # Without the hub, the sizes are not known, and the cache is all that there is.
+                with contextlib.suppress(DryRunError):
+                    num_bytes = sum(
+                        file.file_size for file in snapshot_download(name, dry_run=True, **wanted) if file.will_download
+                    )
+                    if num_bytes > limit[0]:
+                        raise _TooLargeError(f"{num_bytes} bytes, more than {limit[0]}, the limit ({limit[1]})")
+            folder = snapshot_download(name, **wanted)
     except HFValidationError:
         raise _unusable(f"{name!r} is none of these; {_ALLOWED}", key) from None
+    except _TooLargeError as error:
+        raise _unusable(f"{name!r} is not fetched from the hub: its files have {error}", key) from None
     except Exception as error:
         # Each layer between here and the hub raises its own errors.
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -207,7 +222,7 @@ def _unusable(what: str, key: str = "model.path") -> ConfigError:
     return ConfigError(f"{key}: {what}", param=key)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _announced(what: str, report: Callable[[str], None]) -> Iterator[None]:
     started_s = time.monotonic()
     over = threading.Event()

@@ -182,6 +182,41 @@ def test_a_gateway_fetches_no_weights_of_a_hub_model(tmp_path: Path, with_weight
         assert with_weights == any(hub.num_gets(path) for path in weights)
 
 
+_FETCH_WITHIN = """import sys
+from kvferry.errors import ConfigError
+from kvferry.model_folder import from_hub
+try:
+    print(from_hub(sys.argv[1], lambda _: None, key="a.path", limit=(int(sys.argv[2]), "a.max_gib")))
+except ConfigError as error:
+    print(error.message)
+"""
+
+
+def test_files_above_a_limit_are_not_fetched(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    environment = {"KVFERRY_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+
+    def fetch(max_bytes: int, **more: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", _FETCH_WITHIN, MODEL, str(max_bytes)],
+            env=import_environment() | environment | more,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    with hub_server({"config.json": b"{}", "model.safetensors": b"w" * 2000}) as hub:
+        said = fetch(2001, HF_ENDPOINT=hub.url)
+        assert said.startswith("a.path: "), said
+        assert "2002 bytes, more than 2001, the limit (a.max_gib)" in said
+        assert not hub.num_gets("model.safetensors")
+        folder = fetch(2002, HF_ENDPOINT=hub.url)
+        assert (Path(folder) / "model.safetensors").stat().st_size == 2000
+    assert fetch(1, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1") == folder, "it is there already"
+
+
 def test_a_name_that_cannot_be_a_hub_id_lists_what_is_allowed(cache: Path) -> None:
     pytest.importorskip("huggingface_hub")
     with pytest.raises(ConfigError, match=r"allowed: `default`, a folder with a config\.json, or a hub id"):

@@ -79,7 +79,7 @@ def stage(adapters: AdaptersConfig, model_folder: Path, into: Path) -> list[Stag
     staged = []
     for name, adapter in sorted(adapters.served.items()):
         key = f"adapters.served.{name}.path"
-        source = _located(adapter, key)
+        source = _located(adapter, key, left)
         _refuse_unserved_files(source, key, model_folder)
         folder = into / name
         folder.mkdir(mode=0o700, parents=True)
@@ -251,11 +251,12 @@ def read_header(file: Path) -> dict[str, tuple[str, Shape]]:
     return tensors
 
 
-def _located(adapter: AdapterConfig, key: str) -> Path:
+def _located(adapter: AdapterConfig, key: str, max_bytes: int) -> Path:
     if adapter.path.startswith("/"):
         return Path(adapter.path)
     wanted = [CONFIG, WEIGHTS, *TOKENIZER_FILES]
-    return from_hub(adapter.path, lambda _: None, only=wanted, revision=adapter.revision or None, key=key)
+    revision, limit = adapter.revision or None, (max_bytes, "of all adapters: adapters.max_gib")
+    return from_hub(adapter.path, lambda _: None, only=wanted, revision=revision, key=key, limit=limit)
 
 
 def _refuse_unserved_files(folder: Path, key: str, model_folder: Path) -> None:
