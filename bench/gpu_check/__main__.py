@@ -58,16 +58,26 @@ def _run(parts: list[Part], out: Path, limit_s: float) -> int:
     from bench.gpu_check.runner import Outcome, run_all
 
     gpus = gpus_here()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"gpu-check: --out: {error}", file=sys.stderr)
+        return 2
     where = report.machine(gpus)
     missing = [program for part in parts for program in part.programs if shutil.which(program) is None]
     not_run = [part.name for part in PARTS if part not in parts]
     outcomes: list[Outcome] = []
+    is_written = True
 
     def keep(seen: list[Outcome]) -> None:
         # After each part: a machine that goes away leaves what was seen.
-        outcomes[:] = seen
-        report.write(out, seen, where, [*not_run, *(part.name for part in parts[len(seen) :])])
+        nonlocal is_written
+        outcomes[:], is_written = seen, True
+        try:
+            report.write(out, seen, where, [*not_run, *(part.name for part in parts[len(seen) :])])
+        except OSError as error:
+            is_written = False
+            _say(f"the report cannot be written: {error}")
 
     try:
         run_all(
@@ -82,10 +92,10 @@ def _run(parts: list[Part], out: Path, limit_s: float) -> int:
         _say("interrupted")
         return 130
     finally:
-        if outcomes:
+        if outcomes and is_written:
             _say(f"report: {out / 'report.md'}, {out / 'report.json'}")
     seen = {outcome.status for outcome in outcomes}
-    if seen & {"failed", "timed out"}:
+    if seen & {"failed", "timed out"} or not is_written:
         return 1
     if "passed" not in seen:
         _say("every part was skipped: nothing was shown")

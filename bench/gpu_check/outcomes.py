@@ -83,7 +83,7 @@ def _json_of(out: Path) -> dict[str, Any]:
     for line in reversed(_log(out).splitlines()):
         if line.startswith("{"):
             try:
-                values = json.loads(line)
+                values = json.loads(line, parse_constant=str)  # a report with NaN would be no JSON
             except ValueError:
                 continue
             return values if isinstance(values, dict) else {}

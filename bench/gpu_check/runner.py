@@ -73,7 +73,10 @@ def run_all(
         elif left_s < _MIN_LIMIT_S:
             outcome = Outcome(part.name, part.proves, "skipped", f"the limit of {limit_s:g} s for all parts is reached")
         else:
-            outcome = run_part(part, out / part.name, min(float(part.limit_s), left_s), say=say, python=python)
+            try:
+                outcome = run_part(part, out / part.name, min(float(part.limit_s), left_s), say=say, python=python)
+            except OSError as error:  # a full disk, or a folder that is gone
+                outcome = Outcome(part.name, part.proves, "failed", f"it could not run: {error}")
         say(f"[{number}/{len(parts)}] {part.name}: {outcome.status}{f', {outcome.reason}' if outcome.reason else ''}")
         outcomes.append(outcome)
         on_outcome(outcomes)

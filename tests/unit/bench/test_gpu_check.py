@@ -126,6 +126,32 @@ def test_the_exit_code_says_whether_anything_was_shown(
     assert [each["status"] for each in values["parts"] if each["name"] == "only"] == [status]
 
 
+def test_files_that_cannot_be_written_fail_their_part_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = Gpu(name="A100", memory_mib=81_559, capability=80, driver="580.1")
+    monkeypatch.setattr(checking, "gpus_here", lambda: [gpu])
+    parts = [part("blocked", "print('{\"a\": 1}')"), part("good", 'print(\'{"a": NaN, "b": 1}\')')]
+    (tmp_path / "blocked").write_text("a file in the place of its folder")
+    assert checking._run(parts, tmp_path, 600.0) == 1
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    values = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
+    assert [(each["name"], each["status"]) for each in values["parts"]] == [("blocked", "failed"), ("good", "passed")]
+    assert "it could not run: " in values["parts"][0]["reason"]
+    assert values["parts"][1]["figures"] == {"a": "NaN", "b": 1}
+    capsys.readouterr()
+    (tmp_path / "report.json").unlink()
+    (tmp_path / "report.json").mkdir()
+    assert checking._run(parts[1:], tmp_path, 600.0) == 1
+    shown = capsys.readouterr()
+    assert "the report cannot be written: " in shown.out + shown.err
+    assert checking._run(parts, tmp_path / "blocked" / "deeper", 600.0) == 2
+    assert "gpu-check: --out: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("values", "capabilities", "memories_mib", "missing", "reason"),
     [
