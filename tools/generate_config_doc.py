@@ -114,8 +114,10 @@ Values of `engine.env` are texts: `{VLLM_LOG_STATS_INTERVAL: "5"}`, on a command
 
 **At your own risk**: an argument of the last table is taken if `engine.unproven` names it, as in `unproven:
 [attention_backend]`. So is a variable of `engine.env` beside the free ones ({variables}).
-kvferry has not shown that answers stay right with it, or that it works at all; each start of an engine logs it. Of the
-refusals of [models](models.md) it lifts that of other methods of speculative decoding, and no other.
+kvferry has not shown that answers stay right with it, or that it works at all; each start of an engine logs it. With
+`speculative_config` it lifts every check of drafts (method, architecture, vocabulary, context, sliding windows,
+quantized weights, tensor parallelism), with `hf_overrides` that of the architectures with YaRN. No other refusal of
+[models](models.md) is lifted, and mistakes, such as a method or key that vLLM does not have, are refused all the same.
 
 **Exchange digest**: engines exchange pages, directly and over volumes, only with equal values of all that is *equal*
 or unproven, variables too. Changing one is a change of the engine: pages on volumes of before are not read.
@@ -129,11 +131,11 @@ decode:
       speculative_config: {method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 4, prompt_lookup_min: 2}
 ```
 
-Decode engines then guess up to {max_drafts} tokens, those that followed the same n-gram earlier in the request, and
-check them in one step. It helps answers that repeat their prompts (code, extraction, summaries) while few streams run;
-with many, the checked tokens cost more than they save. Answers are those of an engine without, token for token
-(float32, greedy), also after a transfer, from every tier, and when another worker continues them; sampled answers have
-the same distribution, and a seed gives its answer again on engines with the same setting, unless one lacks memory and
+Decode engines then guess `num_speculative_tokens` (at most {max_drafts}) tokens, those that followed the same n-gram
+earlier in the request, and check them in one step. It helps answers that repeat their prompts (code, extraction,
+summaries) while few streams run; with many, the checked tokens cost more than they save. Answers are those of an
+engine without, token for token (float32, greedy), also after a transfer, from every tier, and when another worker
+continues them; sampled answers have the same distribution, and a seed gives its answer again on engines with the same setting, unless one lacks memory and
 computes the request in two parts. `min_p` and `logit_bias`,
 which vLLM does not take then, are refused with 400. [Adapters](adapters.md) beside it are refused.
 
@@ -147,20 +149,24 @@ engine:
 
 It stands in `engine.args`: the draft model has KV pages of its own beside the model's, which prefill engines compute
 with a prompt, and which are transferred and kept in tiers and on volumes with it. A page holds both, so fewer fit into
-the same memory, and a prefill engine computes every prompt with both models. `model` is a folder on all nodes or a hub
-id; engines exchange pages only if the digests of its files are equal. Of the architectures of [models](models.md), with
-the vocabulary, type and at least the context of the model; refused are sliding windows, quantized weights (of either)
+the same memory, and a prefill engine, which drafts one token, computes every prompt with both models. `model` is a
+folder on all nodes (with the chart always) or a hub id, whose newest revision is taken; engines exchange pages only if
+the digests of its files are equal. The draft model has one of the architectures of [models](models.md), the model's
+vocabulary and data type, and at least its context; refused are sliding windows, quantized weights (of either)
 and `tensor_parallel_size` above 1 beside it. Of [several models](models-in-a-cluster.md), an entry without drafts says
 `engine: {args: {speculative_config: null}}`.
 
-An EAGLE head drafts from what the model itself has computed, better than a small model and with one layer of pages:
-`method: eagle` or `eagle3`, `model` its folder or hub id, the rest as above. Shown with heads of Llama for
-`LlamaForCausalLM`, EAGLE-3 with a vocabulary of its own too. vLLM computes the last page of a prefix anew where the
-device has it, since what the head keeps there depends on the token that follows. MTP and heads of other models were
-not shown: they need `engine.unproven: [speculative_config]`, and stand in `engine.args` too.
+An EAGLE head drafts from what the model itself has computed, and has one layer of pages: `method: eagle` or `eagle3`,
+`model` its folder or hub id, with the same limits. Shown with Llama heads (`LlamaForCausalLM`,
+`LlamaForCausalLMEagle3`) of `LlamaForCausalLM`, also with a vocabulary of the head's own and a shorter
+context: where a request of a step is longer than that (`max_position_embeddings` of its config.json), vLLM drafts
+nothing in it. Of a cached prefix vLLM
+recomputes the last page, because the head's KV there depends on the next token. Heads of other models need
+`engine.unproven: [speculative_config]`. MTP is not served: the models that have it are not.
 
 The acceptance rate is a quotient of two counters that vLLM exports, on the [listeners](metrics.md) of decode workers
-(not on the gateway's; `/kvferry/v1/targets` has their addresses). Simulated engines have neither.
+(not on the gateway's; `/kvferry/v1/targets` has their addresses). Simulated engines have neither. The lines below are
+for a gateway without keys and listeners without TLS.
 
 ```promql
 sum(rate(vllm:spec_decode_num_accepted_tokens_total[5m])) / sum(rate(vllm:spec_decode_num_draft_tokens_total[5m]))
@@ -226,7 +232,8 @@ _TITLES = {
     Rule.UNPROVEN: (
         "Unproven",
         "Refused unless `engine.unproven` names them; only in `engine.args`. `speculative_config` of "
-        "[n-grams](#speculative-decoding) needs no permission in `decode.engine.args`, nor of a draft model here; "
+        "[n-grams](#speculative-decoding) needs no permission in `decode.engine.args`, nor of a draft model or "
+        "an EAGLE head here; "
         "`load_format` and `model_loader_extra_config` with [the values that were shown](#how-weights-are-read) need "
         "none.",
     ),

@@ -135,10 +135,11 @@ PARTS: Sequence[Part] = (
     ),
     Part(
         "speculation",
-        "answers with drafts by n-grams are those without, after transfers, from the CPU tier and continued",
+        "answers with drafts by n-grams, a draft model and EAGLE heads are those without, wherever pages come from",
         "tests",
         _tests("tests/model/test_speculation.py", "tests/model/test_draft_model.py"),
-        240,
+        420,
+        {"KVFERRY_ALL_MODELS": "1"},
     ),
     Part(
         "models",

@@ -265,6 +265,10 @@ DRAFT_METHODS = (DRAFT_MODEL, *EAGLE_METHODS)
 _DRAFT_MODEL_KEYS = ("method", "model", "num_speculative_tokens")
 _MAX_DRAFT_PATH = 4096  # characters
 _METHODS = ("ngram", *DRAFT_METHODS)
+# Further ones of vLLM's. Those of MTP (of any name that ends so) are of models that are not served.
+OTHER_METHODS = (
+    "medusa", "mlp_speculator", "suffix", "custom_class", "extract_hidden_states", "dflash", "dspark", "ngram_gpu",
+)  # fmt: skip
 # Further ones that vLLM has, at the operator's own risk.
 _OTHER_SPECULATION_KEYS = (
     "enforce_eager", "draft_tensor_parallel_size", "tensor_parallel_size", "quantization", "moe_backend",
@@ -286,29 +290,47 @@ def why_no_ngrams(value: object) -> str:
     if reason := _why_other_keys(value, _NGRAM_KEYS):
         return reason
     for key in ("prompt_lookup_min", "prompt_lookup_max"):
-        length = value.get(key, 1)
-        if type(length) is not int or not 1 <= length <= MAX_NGRAM_TOKENS:
+        if not isinstance(length := value.get(key, 1), int) or length > MAX_NGRAM_TOKENS:
             return f"{key}: expected a whole number from 1 to {MAX_NGRAM_TOKENS}"
-    if (shortest := value.get("prompt_lookup_min", 1)) > value.get("prompt_lookup_max", shortest):
-        return "prompt_lookup_min: expected at most prompt_lookup_max"
-    return ""
+    return _why_wrong_speculation(value)
 
 
 def why_no_draft_model(value: Mapping[str, object]) -> str:
-    """Return why a `speculative_config` of a draft model was not shown to give right answers, or an empty string."""
-    if reason := _why_other_keys(value, _DRAFT_MODEL_KEYS):
-        return reason
-    model = value.get("model")
-    if not isinstance(model, str) or not 0 < len(model) <= _MAX_DRAFT_PATH or is_url(model):
-        return "model: expected the draft model's folder or hub id (owner/name)"
-    return ""
+    """Return why a `speculative_config` with a model was not shown to give right answers, or an empty string."""
+    return _why_other_keys(value, _DRAFT_MODEL_KEYS) or _why_wrong_speculation(value)
+
+
+def _why_wrong_speculation(value: object) -> str:
+    """Return why a `speculative_config` cannot be meant, whatever the operator takes at his own risk."""
+    if not isinstance(value, Mapping):
+        return f"expected a mapping with method ({', '.join(_METHODS)}) and num_speculative_tokens"
+    method, model = str(value.get("method", ""))[:80], value.get("model")
+    if not method:
+        return f"method: expected one of {', '.join(_METHODS)}; the mapping replaces a whole other one"
+    if method.endswith("mtp"):
+        return "method: models that draft by MTP are not served (docs/models.md)"
+    if method not in _METHODS + OTHER_METHODS:
+        near = difflib.get_close_matches(method.lower(), _METHODS, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(_METHODS)}"
+        return f"method: vLLM has no {method!r}; {hint}"
+    num_tokens = value.get("num_speculative_tokens", None if method in _METHODS else 1)
+    if type(num_tokens) is not int or num_tokens < 1:
+        return f"num_speculative_tokens: expected a whole number from 1 to {MAX_DRAFT_TOKENS}"
+    if method in DRAFT_METHODS or model is not None:
+        what = "the EAGLE head" if method in EAGLE_METHODS else "the draft model"
+        if not isinstance(model, str) or not 0 < len(model) <= _MAX_DRAFT_PATH or is_url(model):
+            return f"model: expected {what}'s folder or hub id (owner/name)"
+    lengths = [value[key] for key in ("prompt_lookup_min", "prompt_lookup_max") if key in value]
+    if any(type(length) is not int or length < 1 for length in lengths):
+        return f"prompt_lookup_min, prompt_lookup_max: expected whole numbers from 1 to {MAX_NGRAM_TOKENS}"
+    return "prompt_lookup_min: expected at most prompt_lookup_max" if lengths != sorted(lengths) else ""
 
 
 def _why_other_keys(value: Mapping[str, object], keys: Collection[str]) -> str:
     if unknown := [str(key)[:80] for key in value if key not in keys]:
         return f"method {value['method']} was shown with {', '.join(keys)}, not with {unknown[0]!r}"
     num_tokens = value.get("num_speculative_tokens")
-    if type(num_tokens) is not int or not 1 <= num_tokens <= MAX_DRAFT_TOKENS:
+    if isinstance(num_tokens, int) and num_tokens > MAX_DRAFT_TOKENS:
         return f"num_speculative_tokens: expected a whole number from 1 to {MAX_DRAFT_TOKENS}"
     return ""
 
@@ -383,7 +405,7 @@ KEYS_OF_MAPPINGS: Mapping[str, tuple[str, ...]] = {
 
 
 def why_misspelt(name: str, value: object) -> str:
-    """Return what to write instead of a key or method that vLLM does not know, or an empty string."""
+    """Return what to write instead of a key that vLLM does not know, or an empty string."""
     known = KEYS_OF_MAPPINGS.get(name)
     if known is None or not isinstance(value, Mapping):
         return ""
@@ -392,10 +414,7 @@ def why_misspelt(name: str, value: object) -> str:
             near = difflib.get_close_matches(str(key)[:80], known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known[:5])} and others"
             return f"{str(key)[:80]!r}: vLLM has no such key here; {hint}"
-    method = str(value.get("method", _METHODS[0]))[:80]
-    # Others of vLLM's are less alike.
-    near = difflib.get_close_matches(method, _METHODS, n=1, cutoff=0.8)
-    return f"method: did you mean {near[0]!r}, not {method!r}?" if near and near[0] != method else ""
+    return ""
 
 
 # Why a value of an unproven argument was not shown, of those with shown ones that each role may choose.
@@ -423,6 +442,8 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
         if role and name in KEYS_OF_ROLES:
             reason += f", or {name} beside these args"
         return f"not taken here: {reason}"
+    if name == SPECULATION and (reason := why_misspelt(name, value) or _why_wrong_speculation(value)):
+        return reason
     if rule is Rule.UNPROVEN and name not in unproven:
         if reason := why_misspelt(name, value):
             return reason
@@ -472,7 +493,7 @@ def _why_no_speculation(value: object, role: str) -> str:
         reason = why_no_draft_model(value)
         if not reason:
             # Prefill engines compute the draft model's pages of a prompt too.
-            return "both roles need the same draft model: give it in engine.args" if role else ""
+            return "both roles need the same draft model or EAGLE head: give it in engine.args" if role else ""
     else:
         reason = why_no_ngrams(value)
         if not reason:

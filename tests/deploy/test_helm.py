@@ -455,18 +455,21 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         'config.engine.args.speculative_config.model is "acme/d" and ray.mode is existing: nothing downloads a model',
     ),
     (
+        merged(WEIGHTS, at("config.engine.args.speculative_config", {"method": "eagle3"})),
+        "config.engine.args.speculative_config.model is missing: the folder of the draft model or EAGLE head",
+    ),
+    (
         merged(MODELS, drafted()),
         "config.models[0].engine.tensor_parallel_size is 2 and config.engine.args.speculative_config has a draft "
-        "model, which was not shown on several ranks of tensor parallelism: remove it, in an entry of "
-        "config.models with null",
+        "model, which was not shown on several ranks of tensor parallelism: use 1, or remove the draft model",
     ),
     (
         at("roles.prefill.engine.args.speculative_config", NGRAM),
-        "roles.prefill.engine.args.speculative_config: decode roles take n-grams here, beside no draft model",
+        "roles.prefill.engine.args.speculative_config: n-grams stand in roles.decode.engine.args, where no draft",
     ),
     (
         at("roles.decode.engine.args.speculative_config", {"method": "draft_model", "model": "/models/d"}),
-        "roles.decode.engine.args.speculative_config: decode roles take n-grams here",
+        "roles.decode.engine.args.speculative_config: n-grams stand in roles.decode.engine.args",
     ),
     (
         merged(
@@ -475,7 +478,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
             drafted(),
             at("roles.decode.engine.args.speculative_config", NGRAM),
         ),
-        "roles.decode.engine.args.speculative_config: decode roles take n-grams here, beside no draft model",
+        "roles.decode.engine.args.speculative_config: n-grams stand in roles.decode.engine.args, where no draft",
     ),
     (at("roles.decode.engine.args.watermrk", 0.1), "watermrk"),
     (at("roles.decode.engine.args.seed", 1), "seed"),

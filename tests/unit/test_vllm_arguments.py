@@ -119,7 +119,7 @@ def test_arguments_of_pools_are_checked() -> None:
         ({"args": {"custom_histogram_buckets": ["x" * 20_000]}}, "is the limit"),
         ({"args": {f"a{i}": 1 for i in range(65)}}, "64 is the limit"),
         ({"args": {"speculative_config": NGRAM}}, "give it in decode.engine.args"),
-        ({"args": {"speculative_config": {"method": "mtp"}}}, "add 'speculative_config' to engine.unproven"),
+        ({"args": {"speculative_config": {"method": "medusa"}}}, "add 'speculative_config' to engine.unproven"),
         ({"unproven": ["seed"]}, "it needs no permission"),
         ({"unproven": ["block_size"]}, "not taken here: use engine.block_size"),
         ({"unproven": ["nonsense"]}, "vLLM's engine has no such argument"),
@@ -142,17 +142,11 @@ def test_what_is_not_taken_is_named(engine: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"method": "mtp"}, "only speculative decoding with method: ngram, draft_model, eagle, eagle3 was shown"),
+        ({"method": "suffix"}, "only speculative decoding with method: ngram, draft_model, eagle, eagle3 was shown"),
         ({"model": "x" * 500}, "not with 'model'"),
         ({"quantization": "fp8"}, "not with 'quantization'"),
         ({"num_speculative_tokens": 17}, "from 1 to 16"),
-        ({"num_speculative_tokens": 0}, "from 1 to 16"),
-        ({"num_speculative_tokens": True}, "from 1 to 16"),
         ({"prompt_lookup_max": 1025}, "prompt_lookup_max: expected a whole number from 1 to 1024"),
-        ({"prompt_lookup_max": None}, "prompt_lookup_max: expected"),
-        ({"prompt_lookup_min": 0}, "prompt_lookup_min: expected"),
-        ({"prompt_lookup_min": "2"}, "prompt_lookup_min: expected"),
-        ({"prompt_lookup_min": 5}, "prompt_lookup_min: expected at most prompt_lookup_max"),
     ],
 )
 def test_only_ngrams_need_no_permission_to_speculate(change: dict[str, Any], words: str) -> None:
@@ -166,6 +160,45 @@ def test_only_ngrams_need_no_permission_to_speculate(change: dict[str, Any], wor
     # At the operator's own risk, in both roles alike: a draft model has pages of its own.
     permitted = {"unproven": ["speculative_config"], "args": {"speculative_config": values}}
     assert "speculative_config" in vllm_arguments.equal_values(parsed(permitted).engine.args, {})
+
+
+@pytest.mark.parametrize("permitted", [False, True])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("eagle", "speculative_config: expected a mapping with method (ngram, draft_model, eagle, eagle3) and num"),
+        ({"num_speculative_tokens": 3}, "method: expected one of ngram, draft_model, eagle, eagle3; the mapping"),
+        ({**NGRAM, "method": "eagel"}, "method: vLLM has no 'eagel'; did you mean 'eagle'?"),
+        ({**NGRAM, "method": "EAGLE3"}, "did you mean 'eagle3'?"),
+        ({**NGRAM, "method": "q" * 500}, "expected one of ngram, draft_model"),
+        ({**NGRAM, "method": "mtp"}, "method: models that draft by MTP are not served (docs/models.md)"),
+        ({**NGRAM, "method": "qwen3_next_mtp"}, "method: models that draft by MTP are not served"),
+        ({"method": "eagle", "modle": "x", "num_speculative_tokens": 3}, "'modle': vLLM has no such key here; did you"),
+        ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens: expected a whole number from 1 to 16"),
+        ({**NGRAM, "num_speculative_tokens": True}, "num_speculative_tokens: expected a whole number from 1 to 16"),
+        ({"method": "ngram"}, "num_speculative_tokens: expected a whole number from 1 to 16"),
+        ({"method": "medusa", "num_speculative_tokens": -1}, "num_speculative_tokens: expected a whole number"),
+        ({"method": "medusa", "model": "s3://bucket/x"}, "model: expected the draft model's folder or hub id"),
+        ({"method": "eagle3", "num_speculative_tokens": 3}, "model: expected the EAGLE head's folder or hub id"),
+        ({**NGRAM, "prompt_lookup_max": None}, "prompt_lookup_min, prompt_lookup_max: expected whole numbers"),
+        ({**NGRAM, "prompt_lookup_min": 0}, "prompt_lookup_min, prompt_lookup_max: expected whole numbers"),
+        ({**NGRAM, "prompt_lookup_min": "2"}, "prompt_lookup_min, prompt_lookup_max: expected whole numbers"),
+        ({**NGRAM, "prompt_lookup_min": 5}, "prompt_lookup_min: expected at most prompt_lookup_max"),
+    ],
+)
+def test_mistakes_in_speculative_config_are_refused_whatever_is_permitted(
+    value: object, words: str, permitted: bool
+) -> None:
+    unproven = ["speculative_config"] if permitted else []
+    for engine, of_role in (
+        ({"args": {"speculative_config": value}}, {}),
+        ({}, {"decode": {"engine": {"args": {"speculative_config": value}}}}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parsed({"unproven": unproven, **engine}, **of_role)
+        assert words in caught.value.message
+        assert "engine.unproven" not in caught.value.message
+        assert len(caught.value.message) < 600
 
 
 def test_ngrams_are_of_the_decode_role_and_no_part_of_the_exchange_digest() -> None:
@@ -275,8 +308,8 @@ def test_other_ways_to_load_need_permission_and_are_part_of_the_digest(args: dic
             {"speculative_config": {**NGRAM, "x" * 5000: 1}},
             "there are method, num_speculative_tokens, prompt_lookup_max",
         ),
-        ({"speculative_config": {**NGRAM, "method": "n-gram"}}, "method: did you mean 'ngram', not 'n-gram'?"),
-        ({"speculative_config": {**DRAFTS, "method": "draft-model"}}, "method: did you mean 'draft_model', not"),
+        ({"speculative_config": {**NGRAM, "method": "n-gram"}}, "vLLM has no 'n-gram'; did you mean 'ngram'?"),
+        ({"speculative_config": {**DRAFTS, "method": "draft-model"}}, "did you mean 'draft_model'?"),
         (
             {"model_loader_extra_config": {"num_thread": 3}},
             "'num_thread': vLLM has no such key here; did you mean 'num_th",

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -17,7 +17,16 @@ from kvferry.config import EngineConfig, ModelConfig
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import ConfigError, UnsupportedEngine
 from kvferry.pages.exchange import ARGUMENTS
-from kvferry.vllm_arguments import FREE_VARIABLES, KEYS_OF_MAPPINGS, LOADER_OPTIONS, RULES, SPECULATION, Rule
+from kvferry.vllm_arguments import (
+    DRAFT_METHODS,
+    FREE_VARIABLES,
+    KEYS_OF_MAPPINGS,
+    LOADER_OPTIONS,
+    OTHER_METHODS,
+    RULES,
+    SPECULATION,
+    Rule,
+)
 from support.engine_arguments import VALUES
 from support.vllm_configs import vllm_config_of
 
@@ -50,12 +59,14 @@ def test_every_argument_of_vllm_has_a_rule_and_no_other_has() -> None:
 
 
 def test_keys_of_mappings_are_those_of_vllm() -> None:
-    from vllm.config import SpeculativeConfig
+    from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
 
     known = {name: set(keys) for name, keys in KEYS_OF_MAPPINGS.items()}
     assert known[SPECULATION] == {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    methods = {each for each in get_args(SpeculativeMethod) if not each.endswith("mtp")}
+    assert methods == {"ngram", *DRAFT_METHODS, *OTHER_METHODS}
     found: set[str] = set()
     for loader in (DefaultModelLoader, RunaiModelStreamerLoader):
         (keys,) = re.findall(r"allowed_keys = \{(.*?)\}", inspect.getsource(loader.__init__), re.DOTALL)

@@ -57,13 +57,13 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- $draft := include "kvferry.draft" (dict "root" $ "entry" $group.entry) -}}
 {{- if and $draft (gt $ranks 1) (not (has "speculative_config" $unproven)) -}}
 {{- $key := ternary $ofModelKey (printf "%s.engine" $path) (eq $ranks $ofModel) -}}
-{{- fail (printf "%s.tensor_parallel_size is %d and %s has a draft model, which was not shown on several ranks of tensor parallelism: remove it, in an entry of config.models with null" $key $ranks (fromJson $draft).key) -}}
+{{- fail (printf "%s.tensor_parallel_size is %d and %s has a draft model, which was not shown on several ranks of tensor parallelism: use 1, or remove the draft model (in an entry: engine: {args: {speculative_config: null}})" $key $ranks (fromJson $draft).key) -}}
 {{- end -}}
 {{- $speculation := (dig "engine" "args" dict $role | default dict).speculative_config -}}
 {{- if $speculation -}}
 {{- $isNgram := and (kindIs "map" $speculation) (eq (toString $speculation.method) "ngram") -}}
 {{- if or $draft (not $isNgram) (eq $group.kind "prefill") -}}
-{{- fail (printf "%s.engine.args.speculative_config: decode roles take n-grams here, beside no draft model; a draft model is of both roles, in engine.args of config or of an entry of config.models" $path) -}}
+{{- fail (printf "%s.engine.args.speculative_config: n-grams stand in roles.decode.engine.args, where no draft model is; a draft model or EAGLE head is of both roles, in engine.args of config or of an entry of config.models" $path) -}}
 {{- end -}}
 {{- end -}}
 {{- $tls := $role.env.UCX_TLS | default "all" | toString | replace " " "" -}}
@@ -434,7 +434,9 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- if and $found (eq (dig "engine" "kind" "vllm" $v.config) "vllm") -}}
 {{- $draft := fromJson $found -}}
 {{- $mount := trimSuffix "/" $v.model.volume.mountPath -}}
-{{- if eq $v.ray.mode "existing" -}}
+{{- if not $draft.folder -}}
+{{- fail (printf "%s.model is missing: the folder of the draft model or EAGLE head" $draft.key) -}}
+{{- else if eq $v.ray.mode "existing" -}}
 {{- if not (hasPrefix "/" $draft.folder) -}}
 {{- fail (printf "%s.model is %q and ray.mode is existing: nothing downloads a model to that Ray's nodes. Name the folder that all of them have" $draft.key $draft.folder) -}}
 {{- end -}}

@@ -66,7 +66,7 @@
 {{- end -}}
 {{- if kindIs "map" $speculation -}}
 {{- if has (toString $speculation.method) (list "draft_model" "eagle" "eagle3") -}}
-{{- dict "key" $key "folder" (toString $speculation.model) | toJson -}}
+{{- dict "key" $key "folder" ($speculation.model | default "" | toString) | toJson -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

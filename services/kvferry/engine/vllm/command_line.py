@@ -8,6 +8,8 @@ from kvferry.config import ClusterConfig
 from kvferry.engine.base import EngineId
 from kvferry.engine.vllm.argument_parser import check_variables, words
 from kvferry.engine.vllm.arguments import engine_arguments, kv_transfer_config, tier_connector
+from kvferry.engine.vllm.draft_model import drafts_of_prefill
+from kvferry.vllm_arguments import SPECULATION, draft_model
 
 _LATER = "set-at-start"  # new for each engine, or known only where it runs
 
@@ -37,6 +39,8 @@ def command_line(config: ClusterConfig, role: str, entry: str = "") -> str:
     )
     # As the operator wrote them: vLLM's parser may have made objects of them.
     arguments |= engine.args
+    if role == "prefill" and draft_model(engine.args):
+        arguments[SPECULATION] = drafts_of_prefill(arguments[SPECULATION])
     model = arguments.pop("model")
     lines = [f"{name}={shlex.quote(value)}" for name, value in engine.env.items()]
     lines += [

@@ -20,12 +20,17 @@ class DraftModel(NamedTuple):
     digest: str  # of its weights and configuration
 
     def for_engine(self, config: dict[str, Any], *, producer: bool) -> dict[str, Any]:
-        """Return a `speculative_config` for vLLM. A prefill engine drafts as little as it can."""
-        return {**config, "model": self.folder, **({"num_speculative_tokens": 1} if producer else {})}
+        """Return a `speculative_config` for vLLM."""
+        return {**(drafts_of_prefill(config) if producer else config), "model": self.folder}
 
     def for_digest(self) -> dict[str, str]:
         """Return what engines must have in common: nodes may have the model in other folders."""
         return {"method": self.method, "model": self.digest}
+
+
+def drafts_of_prefill(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `speculative_config` of an engine that drafts as little as it can."""
+    return {**config, "num_speculative_tokens": 1}
 
 
 def find(engine: EngineConfig, cache: Path, keys: Mapping[str, str]) -> DraftModel | None:

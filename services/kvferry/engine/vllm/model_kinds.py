@@ -121,7 +121,8 @@ def _of_speculation(vllm_config: Any) -> Mapping[str, bool]:
         **{f"a draft model with {kind}": is_there for kind, is_there in _of_model(draft).items()},
         f"a draft model of the architecture {draft.architecture}": draft.architecture not in shown,
         f"an EAGLE head of {target.architecture}": is_head and target.architecture != "LlamaForCausalLM",
-        "a draft model whose context is shorter": draft.max_model_len < target.max_model_len,
+        # Beside requests that are longer than a head's context, vLLM drafts nothing.
+        "a draft model whose context is shorter": not is_head and draft.max_model_len < target.max_model_len,
         "a draft model of another type": draft.dtype != target.dtype,
         "a draft model with another vocabulary": draft.get_vocab_size() != target.get_vocab_size(),
         "a draft model and a sliding window": is_sliding,
