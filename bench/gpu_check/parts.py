@@ -107,7 +107,7 @@ PARTS: Sequence[Part] = (
         "bytes per second of a transfer between CUDA memories beside raw NIXL with the same bytes",
         "bench",
         ("-m", "bench.handoff", "--tokens", "512,2048,4096"),
-        300,
+        270,
     ),
     Part(
         "bench-tier",
@@ -122,7 +122,7 @@ PARTS: Sequence[Part] = (
         "a RAG chat on kvferry and on two `vllm serve`, half of the GPU for each engine",
         "bench",
         ("-m", "bench.rag", "--only", "kvferry", "--only", "vllm-rr", "--repeats", "1", "--out", f"{OUT}/rag"),
-        600,
+        540,
     ),
     Part(
         "exact-unequal-ranks",
@@ -138,7 +138,7 @@ PARTS: Sequence[Part] = (
         "answers with drafts by n-grams, a draft model and EAGLE heads are those without, wherever pages come from",
         "tests",
         _tests("tests/model/test_speculation.py", "tests/model/test_draft_model.py"),
-        420,
+        330,
         {"KVFERRY_ALL_MODELS": "1"},
     ),
     Part(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvferry.engine.base import EngineId, EngineRequest, RequestId, Sampling
 from kvferry.engine.sim import SimEngine
 from kvferry.engine.sim.engine import Faults
 from kvferry.engine.vllm.engine import VllmEngine
+from kvferry.engine.vllm.engine_folder import EngineFolder
 from kvferry.errors import EngineDead
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
@@ -39,7 +41,7 @@ async def host(registry: MemoryRegistry) -> AsyncIterator[WorkerHost]:
         await host.stop()
 
 
-def test_an_engine_of_a_pool_has_its_pages_and_its_volumes() -> None:
+def test_an_engine_of_a_pool_has_its_pages_and_its_volumes(tmp_path: Path) -> None:
     volumes = [{"path": f"/v{i}", "capacity_gib": 1, "pool": pool} for i, pool in enumerate(("", "half"))]
     config = configuration.parse(
         {
@@ -52,7 +54,9 @@ def test_an_engine_of_a_pool_has_its_pages_and_its_volumes() -> None:
     for pool in ("", "half", "alone"):
         engine = build_engine(config, MemberKind.DECODE, "m", keeper_socket="/s", pool=pool)
         assert isinstance(engine, VllmEngine)
+        engine._folder = EngineFolder(tmp_path)
         arguments[pool] = engine._arguments(EngineId("e"))
+        engine._folder.remove()
     assert {pool: values["kv_cache_dtype"] for pool, values in arguments.items()} == {
         "": "auto",
         "half": "bfloat16",
