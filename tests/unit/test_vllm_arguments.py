@@ -26,7 +26,8 @@ def parsed(engine: dict[str, Any], **sections: Any) -> configuration.ClusterConf
 
 @given(st.sampled_from(sorted(RULES)), st.booleans(), st.booleans())
 def test_every_argument_is_taken_or_refused_by_its_rule(name: str, of_role: bool, permitted: bool) -> None:
-    args = {name: VALUES.get(name, 1)}
+    values_of = {"speculative_config": {"method": "medusa", "num_speculative_tokens": 1}, **VALUES}
+    args = {name: values_of.get(name, 1)}
     engine: dict[str, Any] = {"device": "gpu"}
     if permitted and RULES[name] is Rule.UNPROVEN:
         engine["unproven"] = [name]
