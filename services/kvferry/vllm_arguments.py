@@ -442,11 +442,11 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
         if role and name in KEYS_OF_ROLES:
             reason += f", or {name} beside these args"
         return f"not taken here: {reason}"
-    if name == SPECULATION and (reason := why_misspelt(name, value) or _why_wrong_speculation(value)):
+    if (name == SPECULATION or name not in unproven) and (reason := why_misspelt(name, value)):
+        return reason
+    if name == SPECULATION and (reason := _why_wrong_speculation(value)):
         return reason
     if rule is Rule.UNPROVEN and name not in unproven:
-        if reason := why_misspelt(name, value):
-            return reason
         if name == SPECULATION:
             return _why_no_speculation(value, role)
         reason = f"not shown to give right answers here ({REASONS[name]})"

@@ -27,9 +27,11 @@ def check_template(online: Any, model: ModelConfig, limits: ForkLimits = LIMITS)
     Logs a warning for one that refuses them by raise_exception: it may take other messages.
     """
     verdict = run_in_fork(lambda _: _render(online), b"", limits)
-    reason = printable(" ".join(verdict.reason.split()))[:_MAX_REASON_CHARS]
+    said = verdict.result.decode() or verdict.reason
+    reason = printable(" ".join(said.split()))[:_MAX_REASON_CHARS]
+    refusal = f"it refuses an ordinary message, with a system message and without: {reason}"
     why = {
-        Outcome.REFUSED: f"it refuses an ordinary message, with a system message and without: {reason}",
+        Outcome.REFUSED: refusal,
         Outcome.CPU_TIME: f"it does not end within {limits.cpu_s:g} s of CPU time for an ordinary message",
         Outcome.MEMORY: f"it takes more than {limits.memory_bytes >> 20} MiB for an ordinary message",
         Outcome.CRASHED: f"the process that renders an ordinary message with it crashes: {reason}",
@@ -38,8 +40,7 @@ def check_template(online: Any, model: ModelConfig, limits: ForkLimits = LIMITS)
     if model.chat_template is None:
         whose = f"model.path: the model's own chat template ({KEY} can name another)"
     if verdict.result:
-        reason = printable(" ".join(verdict.result.decode().split()))[:_MAX_REASON_CHARS]
-        log.warning("%s: %s", whose, f"it refuses an ordinary message, with a system message and without: {reason}")
+        log.warning("%s: %s", whose, refusal)
     if verdict.outcome in why:
         raise ConfigError(f"{whose}: {why[verdict.outcome]}", param=KEY)
     if verdict.outcome is not Outcome.OK:

@@ -9,7 +9,6 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import RequestStatus
 
 
 class AdapterTurns:
@@ -67,10 +66,6 @@ def adapter_scheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
     """A `scheduler_cls`, as `tenant_scheduler` is."""
     is_async = vllm_config.scheduler_config.async_scheduling
     return (AdapterAsyncScheduler if is_async else AdapterScheduler)(vllm_config=vllm_config, **kwargs)
-
-
-def may_begin(request: Any) -> bool:
-    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from kvferry.engine.vllm.plugins.adapter_turns import AdapterTurns, may_begin, without
+from kvferry.engine.vllm.plugins.adapter_turns import AdapterTurns, without
 from kvferry.engine.vllm.plugins.request_tier_state import floors_of, hints_of
 from kvferry.engine.vllm.plugins.tenant_holdings import HoldingsReport
 from kvferry.engine.vllm.plugins.tenant_policy import TenantCachePolicy
@@ -221,7 +221,7 @@ class _TenantScheduling:
     def _held_up(self) -> list[Any]:
         """Return requests that do not fit into memory, before one that does of a tenant that holds fewer pages."""
         stuck = self._stuck
-        if stuck is None or stuck is not self._first_waiting() or len(self.waiting) < 2 or not may_begin(stuck):
+        if stuck is None or stuck is not self._first_waiting() or len(self.waiting) < 2 or not _may_begin(stuck):
             return []
         num_held = Counter[str]()
         for request in (*self.running, *self.kv_holding_waiting):
@@ -231,7 +231,7 @@ class _TenantScheduling:
         fewest = num_held[self._pool.tenant_of(stuck)]
         for request in heapq.nsmallest(MAX_FIRST, self.waiting):
             num_blocks = num_held[self._pool.tenant_of(request)]
-            if request is not stuck and num_blocks < fewest and may_begin(request):
+            if request is not stuck and num_blocks < fewest and _may_begin(request):
                 if -(-request.num_tokens // self.block_size) <= self._num_free():
                     return held_up
                 fewest = num_blocks
@@ -243,7 +243,7 @@ class _TenantScheduling:
         if not prompts or not (self.waiting or self.kv_holding_waiting):
             return StepOrder()
         last = max(prompts)
-        first = heapq.nsmallest(MAX_FIRST, (each for each in self.waiting if may_begin(each) and each < last))
+        first = heapq.nsmallest(MAX_FIRST, (each for each in self.waiting if _may_begin(each) and each < last))
         # Of prompts whose pages are on their way, a token is computed once they are there.
         first += [each for each in self.kv_holding_waiting if each < last]
         candidates = [Candidate(each, each.priority, self._num_left(each), has_begun=True) for each in sorted(prompts)]
@@ -296,6 +296,10 @@ class _TenantScheduling:
 def connectors_of(connector: Any) -> Sequence[Any]:
     """Return vLLM's connectors in one of its own for several."""
     return connector.sub_connectors if isinstance(connector, MultiConnector) else [connector]
+
+
+def _may_begin(request: Any) -> bool:
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class TenantScheduler(AdapterTurns, _TenantScheduling, Scheduler):  # type: ignore[misc]
