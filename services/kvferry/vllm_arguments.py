@@ -301,7 +301,7 @@ def why_no_draft_model(value: Mapping[str, object]) -> str:
 
 
 def _why_wrong_speculation(value: object) -> str:
-    """Return why a `speculative_config` cannot be meant, whatever the operator takes at his own risk."""
+    """Return the mistake in a `speculative_config`, which no permission covers, or an empty string."""
     if not isinstance(value, Mapping):
         return f"expected a mapping with method ({', '.join(_METHODS)}) and num_speculative_tokens"
     method, model = str(value.get("method", ""))[:80], value.get("model")

@@ -494,7 +494,7 @@ class Engine(Protocol):
         ...
 
     async def decline(self, request: EngineRequest) -> None:
-        """Tell the engine that keeps pages for a request, which `generate` never gets, that they can go."""
+        """Release the pages that another engine keeps for a request which `generate` never got."""
         ...
 
     async def release(self, transfer_params: TransferParams) -> None:

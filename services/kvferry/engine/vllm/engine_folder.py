@@ -19,7 +19,7 @@ class EngineFolder:
     # removes it: nothing holds the lock of a process that is gone.
 
     def __init__(self, parent: Path | None = None) -> None:
-        """Make it below `parent`, or in the temporary folder. Raises OSError."""
+        """Make the folder below `parent`, or in the temporary folder. Raises OSError."""
         parent = Path(tempfile.gettempdir()) if parent is None else parent
         _remove_abandoned(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))

@@ -1,4 +1,4 @@
-"""Turns of adapters: none waits for ever for those whose requests fill the steps."""
+"""Schedules requests with adapters so that no adapter waits for ever for a place in a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class AdapterTurns:
-    """Mixed into vLLM's scheduler, whose queues have priorities."""
+    """A mixin of vLLM's scheduler with the policy `priority`."""
 
     lora_config: Any
     running: list[Any]
@@ -70,7 +70,7 @@ def adapter_scheduler(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
 
 @contextlib.contextmanager
 def without(requests: list[Any], *queues: Any) -> Iterator[None]:
-    """Leave requests out of queues with priorities."""
+    """Leave requests out of vLLM's priority queues."""
     left_out = set(requests)
     removed = [(queue, [each for each in queue if each in left_out]) for queue in queues if left_out]
     for queue, some in removed:
