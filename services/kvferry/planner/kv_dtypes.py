@@ -52,7 +52,10 @@ def _on_cpu(dtype: str, head_dim: int | None) -> Support:
     if dtype in (*FP8, "fp8_e5m2"):
         if head_dim is not None and head_dim % 32:
             return _refused(f"{dtype} on a CPU needs a head size that 32 divides, not {head_dim}")
-        return Support(("CPU_ATTN",), warning=f"{dtype} on a CPU drifts from the exact answer: it has no scales")
+        return Support(
+            ("CPU_ATTN",),
+            warning=f"{dtype} on a CPU needs AVX-512 or AMX, and drifts from the exact answer: it has no scales",
+        )
     return _refused(f"vLLM's CPU attention has no {dtype}: it takes some names in silence and returns garbage")
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from support.processors import AMX, AVX2, AVX512, AVX512_BF16, PROCESSORS, Processor, imitated
+
 from .support import parameters, vllm_config
 
 pytestmark = pytest.mark.model
@@ -46,12 +48,38 @@ class TestExchangeFields:
         config = vllm_config(heads=heads, tensor_parallel=ranks)
         assert dict(exchange_fields(config, weights="w"))["tensor_parallel"] == field
 
-    def test_the_instruction_set_is_named(self) -> None:
-        import platform
+    @pytest.mark.parametrize(
+        ("processor", "dtype", "named"),
+        [
+            (AVX2, "float32", "x86_64-avx2-vec"),
+            (AVX2, "bfloat16", "x86_64-avx2-vec"),
+            (AVX512, "bfloat16", "x86_64-avx512-vec"),
+            (AVX512_BF16, "bfloat16", "x86_64-avx512-vec"),
+            (AMX, "float32", "x86_64-avx512-vec"),
+            (AMX, "bfloat16", "x86_64-avx512-amx"),
+        ],
+        ids=str,
+    )
+    def test_the_instruction_set_is_named(self, processor: Processor, dtype: str, named: str) -> None:
+        """vLLM packs the keys of 16-bit pages for AMX: other processors cannot read them."""
+        import torch
 
         from kvferry.engine.vllm.plugins.exchange_fields import instruction_set
 
-        assert instruction_set(vllm_config()).startswith(platform.machine())
+        with imitated(processor):
+            assert instruction_set(vllm_config(dtype=getattr(torch, dtype))) == named
+
+    @pytest.mark.parametrize("processor", PROCESSORS, ids=str)
+    def test_fp8_pages_need_avx512(self, processor: Processor) -> None:
+        from kvferry.engine.vllm.plugins.exchange_fields import instruction_set
+
+        config = vllm_config(cache_dtype="fp8_e4m3")
+        with imitated(processor):
+            if processor.has_avx512:
+                assert instruction_set(config) == "x86_64-avx512-vec"
+            else:
+                with pytest.raises(NotImplementedError, match="AVX-512 or AMX"):
+                    instruction_set(config)
 
     def test_every_field_is_resolved(self) -> None:
         """No field may be `auto`: what it means differs from machine to machine."""

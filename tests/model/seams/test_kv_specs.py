@@ -13,6 +13,7 @@ from bench import tiny_models
 from kvferry.model_catalogue import catalogue
 from kvferry.pages.geometry.config_json import from_config
 from kvferry.pages.geometry.layers import LatentLayers
+from support.processors import AVX512_BF16, PROCESSORS, Processor, imitated
 from support.vllm_kv_specs import built_model, our_pages, sizes_of, vllm_pages, vllm_process_group
 
 pytestmark = pytest.mark.model
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.model
 pytest.importorskip("vllm")
 
 BLOCK_SIZE = 32
-MLA_BLOCK_SIZE = 16  # of vLLM's MLA on CPUs, whatever is asked for
 
 # vLLM needs a GPU to build its layers. Its pages are those of Qwen2.
 NEEDS_A_GPU = frozenset({"qwen2-dual-chunk"})
@@ -113,7 +113,22 @@ def process_group() -> Iterator[None]:
             yield
 
 
-def compare(config: Mapping[str, Any], *, kv_cache_dtype: str = "auto", ranks: int = 1, device: str = "meta") -> None:
+@pytest.fixture(autouse=True)
+def processor(request: pytest.FixtureRequest) -> Iterator[Processor]:
+    """vLLM's sizes depend on the processor, so tests name one instead of running on the machine's own."""
+    chosen: Processor = getattr(request, "param", AVX512_BF16)
+    with imitated(chosen):
+        yield chosen
+
+
+def compare(
+    config: Mapping[str, Any],
+    *,
+    kv_cache_dtype: str = "auto",
+    ranks: int = 1,
+    device: str = "meta",
+    processor: Processor = AVX512_BF16,
+) -> None:
     geometry = from_config(config)
     vllm = vllm_pages(
         config,
@@ -123,7 +138,8 @@ def compare(config: Mapping[str, Any], *, kv_cache_dtype: str = "auto", ranks: i
         kv_cache_dtype=kv_cache_dtype,
         block_size=BLOCK_SIZE,
     )
-    block_size = MLA_BLOCK_SIZE if isinstance(geometry.groups[0], LatentLayers) else BLOCK_SIZE
+    is_mla = isinstance(geometry.groups[0], LatentLayers)
+    block_size = processor.mla_block_size(BLOCK_SIZE) if is_mla else BLOCK_SIZE
     dtype = geometry.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
     assert our_pages(geometry, dtype, block_size, vllm) == vllm
 
@@ -179,6 +195,22 @@ def further_config(name: str, folder: Path) -> dict[str, Any]:
     config.save_pretrained(folder)
     values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return values | {"dtype": "float32"}
+
+
+@pytest.mark.parametrize("processor", PROCESSORS, ids=str, indirect=True)
+@pytest.mark.parametrize(
+    "name", ["deepseek-v2", "Glm4MoeLiteConfig", "DeepSeek-V3", "qwen3-next", "falcon-h1", "llama"]
+)
+def test_sizes_follow_the_processor(name: str, processor: Processor, tmp_path: Path) -> None:
+    """vLLM chooses blocks of MLA, and types of states, by what the processor can do."""
+    if name in FURTHER:
+        config = further_config(name, tmp_path)
+    elif name in REAL:
+        config = real_config(name)
+    else:
+        config = tiny_config(name, tmp_path)
+    for kv_cache_dtype in CPU_DTYPES:
+        compare(config, kv_cache_dtype=kv_cache_dtype, processor=processor)
 
 
 @pytest.mark.parametrize("name", FURTHER)
