@@ -47,7 +47,7 @@ test: $(STAMP) ## Run all tests, with real models, etcd and clusters, in JOBS pr
 	@$(BIN)/pytest -n $(JOBS) --durations 40 $(ARGS)
 
 test-fast: $(STAMP) ## Run the tests that need neither a model nor a cluster
-	@$(BIN)/pytest -n $(JOBS) -m "not model and not cluster" $(ARGS)
+	@$(BIN)/pytest -n $(JOBS) -m "not model and not cluster and not vllm" $(ARGS)
 
 bench-routing: $(STAMP) ## Prefix routing beside round robin; ARGS="--trace FILE" replays a Mooncake trace
 	@$(BIN)/python -m bench.routing $(ARGS)

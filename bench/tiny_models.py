@@ -74,10 +74,16 @@ SHOWN: Mapping[str, Callable[[], Any]] = {
     "qwen3-int8": _configured("Qwen3Config", head_dim=32, hidden_size=128, intermediate_size=256),
     "qwen3-fp8": _configured("Qwen3Config", head_dim=32, hidden_size=128, intermediate_size=256),
 }
-# Pages of other sizes than those of any model above, for drafts.
-DRAFTS: Mapping[str, Callable[[], Any]] = {
+# Models for tests of drafts and tiers; the first two have pages of other sizes than those of any model above.
+FURTHER: Mapping[str, Callable[[], Any]] = {
     "small-llama": _configured("LlamaConfig", head_dim=64, num_key_value_heads=1, num_hidden_layers=2),
     "wide-llama": _configured("LlamaConfig", head_dim=32, hidden_size=320),
+    # Its answers repeat themselves: a third of the drafts by n-grams are accepted.
+    "repeating-llama": _configured("LlamaConfig", head_dim=32, initializer_range=0.1),
+    # 16 KiB per token: pages as large as those of real models, and little to compute.
+    "large-pages": _configured(
+        "LlamaConfig", head_dim=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8
+    ),
 }
 _SEEN = [1, 2, 3]  # layers
 # Of SHOWN, those whose weights are quantized: largest value, torch's and compressed-tensors' type, and its format.
@@ -216,7 +222,7 @@ def make_model(name: str, folder: Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    AutoModelForCausalLM.from_config((SHOWN | DRAFTS)[name]()).to(torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config((SHOWN | FURTHER)[name]()).to(torch.float32).save_pretrained(folder)
     tokenizer = model_folder.resolve(model_folder.DEFAULT_NAME)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / file, folder / file)

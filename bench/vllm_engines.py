@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,11 +94,12 @@ async def start_pair(
 
 def child_processes() -> set[int]:
     """Return the processes of this one's engines, all of which may be killed."""
-    # The tracker that multiprocessing shares among them outlives them.
+    # multiprocessing's tracker and fork server outlive them.
+    fork_server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return {
         child.pid
         for child in psutil.Process().children(recursive=True)
-        if not any("resource_tracker" in argument for argument in child.cmdline())
+        if child.pid != fork_server and not any("resource_tracker" in argument for argument in child.cmdline())
     }
 
 

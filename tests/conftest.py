@@ -1,9 +1,7 @@
 """Fixtures and settings of all tests.
 
-`make test` runs tests in several processes (pytest-xdist). Tests with real engines are one group, so that one process
-runs them all and at most one prefill and one decode engine exist at a time. Tests that need vLLM and start no engine
-are a second group, since each process takes half a minute to import it; tests that start a whole local cluster with
-simulated engines are a third.
+`make test` runs tests in several processes (pytest-xdist). What a test starts is said by its marker, and
+`support/suite_schedule.py` keeps what runs at a time within the machine's cores and memory.
 """
 
 from __future__ import annotations
@@ -11,17 +9,20 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import pytest_asyncio
-from xdist.scheduler import LoadScopeScheduling
 
 import kvferry.engine.vllm.engine
 from bench.vllm_engines import VllmPair, start_pair
 from kvferry.addresses import free_port
+from support.engine_forks import forked_engines
+from support.suite_schedule import UnitScheduling, this_machine, write_units
 
 # A machine that does other work too is slow, not wrong.
 hypothesis.settings.register_profile("kvferry", deadline=None)
@@ -29,58 +30,34 @@ hypothesis.settings.load_profile("kvferry")
 
 
 _exit_status = 0
+_UNITS = pytest.StashKey[Path]()
 
 
-# Tests that start real engines, and tests that start Ray or many processes with simulated engines.
-_ENGINE_TESTS = (
-    "tests/model/",
-    "tests/cluster/test_real_cluster.py",
-    "tests/cluster/test_real_images.py",
-    "tests/cluster/test_real_overrides.py",
-    "tests/cluster/test_real_tenants.py",
-    "tests/deploy/test_ray.py::test_real_engines_answer_over_both_protocols",
-)
-_VLLM_TESTS = (
-    "tests/model/seams/",
-    "tests/model/test_plain_prompts.py",
-    "tests/model/test_vllm_parsing.py",
-)
-_RAY_TESTS = (
-    "tests/cluster/test_local_cluster.py",
-    "tests/cluster/test_keepers.py",
-    "tests/cluster/test_chaos.py",
-    "tests/deploy/test_ray.py",
-    "tests/deploy/test_plan_emits.py::test_an_emitted_serve_file_starts_on_a_local_ray",
-)
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        descriptor, name = tempfile.mkstemp(prefix="kvferry-tests-", suffix=".json")
+        os.close(descriptor)
+        config.stash[_UNITS] = Path(name)
 
 
-def _scope_of(nodeid: str) -> str:
-    """Return the group of tests that one process runs in order; every other test is a group of its own."""
-    if nodeid.startswith(_VLLM_TESTS):
-        return "vllm"
-    if nodeid.startswith(_ENGINE_TESTS) or "vllm" in nodeid.partition("[")[2]:
-        return "engines"
-    return "ray" if nodeid.startswith(_RAY_TESTS) else nodeid
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["units"] = str(node.config.stash[_UNITS])
 
 
-class _GroupScheduling(LoadScopeScheduling):
-    """Keeps each group in one process. (xdist_group of pytest-xdist 3.8 has no effect with pytest 9.2.)"""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return _scope_of(nodeid)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> UnitScheduling:
+    return UnitScheduling(config, log, units=config.stash[_UNITS], machine=this_machine())
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    return _GroupScheduling(config, log)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        scope = _scope_of(item.nodeid)
-        if item.get_closest_marker("model") is not None and scope not in ("engines", "vllm"):
-            raise pytest.UsageError(f"{item.nodeid} starts real engines: add it to _ENGINE_TESTS of tests/conftest.py")
-        if item.get_closest_marker("cluster") is not None and scope == item.nodeid:
-            raise pytest.UsageError(f"{item.nodeid} starts engines or Ray: add its file to tests/conftest.py")
+        if "vllm_pair" in getattr(item, "fixturenames", ()) and item.get_closest_marker("shared_pair") is None:
+            raise pytest.UsageError(f"{item.nodeid} uses vllm_pair: it needs the marker shared_pair")
+    worker = getattr(config, "workerinput", None)
+    if worker is not None and worker["workerid"] == "gw0":
+        write_units(items, Path(worker["units"]))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -91,6 +68,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
     """A process that had NIXL loaded ends without destructors: those of the libnl in its wheel (1.5.1) crash."""
+    if _UNITS in config.stash:
+        config.stash[_UNITS].unlink(missing_ok=True)
     if "nixl" in sys.modules:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -103,7 +82,7 @@ async def vllm_pair() -> AsyncIterator[VllmPair]:
 
     Another process has the port that the prefill engine chose for handshakes when its listener starts.
     """
-    with socket.socket() as other, pytest.MonkeyPatch.context() as patch:
+    with socket.socket() as other, pytest.MonkeyPatch.context() as patch, forked_engines():
         other.bind(("127.0.0.1", 0))
         other.listen()
         ports = iter([other.getsockname()[1]])

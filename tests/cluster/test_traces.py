@@ -151,7 +151,9 @@ async def traced_url(pair: VllmPair | None, collector: Collector) -> AsyncIterat
 
 @pytest.mark.timeout(900)
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize("pair", ["sim", pytest.param("vllm", marks=pytest.mark.model)], indirect=True)
+@pytest.mark.parametrize(
+    "pair", ["sim", pytest.param("vllm", marks=[pytest.mark.model, pytest.mark.shared_pair])], indirect=True
+)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_request_is_one_tree_over_all_processes(traced_url: str, collector: Collector, stream: bool) -> None:
     async with httpx.AsyncClient(base_url=traced_url, timeout=300) as http:
@@ -209,7 +211,9 @@ async def test_a_request_is_one_tree_over_all_processes(traced_url: str, collect
 
 @pytest.mark.timeout(900)
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize("pair", ["sim", pytest.param("vllm", marks=pytest.mark.model)], indirect=True)
+@pytest.mark.parametrize(
+    "pair", ["sim", pytest.param("vllm", marks=[pytest.mark.model, pytest.mark.shared_pair])], indirect=True
+)
 async def test_workers_export_what_their_engines_did(traced_url: str, pair: VllmPair | None) -> None:
     async with httpx.AsyncClient(base_url=traced_url, timeout=300) as http:
         body = {**BODY, "model": MODEL, "max_tokens": 4, "prompt": f"metrics {PROMPT}"}

@@ -98,7 +98,10 @@ async def _sim_pair(tier: TierConfig) -> AsyncIterator[SimPair]:
         await pair.decode.stop()
 
 
-@pytest.fixture(scope="session", params=["sim", "sim_tier", pytest.param("vllm", marks=pytest.mark.model)])
+@pytest.fixture(
+    scope="session",
+    params=["sim", "sim_tier", pytest.param("vllm", marks=[pytest.mark.model, pytest.mark.shared_pair])],
+)
 def engine_pair(request: pytest.FixtureRequest) -> EnginePair:
     # Not an async fixture: it could not ask for another one while the loop runs.
     pair: EnginePair = request.getfixturevalue(f"{request.param}_pair")

@@ -27,7 +27,12 @@ from kvferry.engine.base import (
 from kvferry.errors import EngineError, InvalidRequest
 from support.waiting import until
 
-pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.shared_pair,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(900),
+]
 
 # Of a GPU's engines NIXL keeps its threads, and steps are not slowed: the machine's cores are not what computes.
 _CORES = pytest.mark.skipif(on_gpu(), reason="engines that compute on the cores of the machine")

@@ -27,7 +27,7 @@ from kvferry.gateway.grpc_bodies import read_generate
 from kvferry.gateway.openai_bodies import for_renderer
 from kvferry.inference.v1 import inference_pb2 as pb
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

@@ -22,7 +22,7 @@ import pytest
 import pytest_asyncio
 
 from bench.engine_device import engine_config, model_config, on_gpu
-from kvferry import model_folder
+from bench.tiny_models import make_model
 from kvferry.engine.base import (
     CachedTokens,
     Engine,
@@ -57,9 +57,14 @@ NUM_TOKENS = 16
 NUM_PROMPTS = 9
 NUM_BLOCKS = 80  # of a device; six prompts
 # The CPU tiers have room for four prompts.
-OPTIONS: dict[str, Any] = {"io_timeout_s": 2.0, "cpu_gib": 0.08, "volume": {"capacity_gib": 2.0}}
+PAGE_BYTES = BLOCK_SIZE * 16_384
+OPTIONS: dict[str, Any] = {
+    "io_timeout_s": 2.0,
+    "cpu_gib": 4.5 * NUM_PAGES * PAGE_BYTES / 2**30,
+    "blocks_per_chunk": 1,
+    "volume": {"capacity_gib": 2.0},
+}
 # The first node's volume has room for 14 prompts, and floors.
-PAGE_BYTES = BLOCK_SIZE * 46_080
 VOLUME_PAGES = 170
 SMALL_VOLUME = {"capacity_gib": VOLUME_PAGES * chunk_file_bytes(PAGE_BYTES) / (1 << 30)}
 FLOORS = {"acme": 0.75, "gold": 0.1, "moved": 0.1}
@@ -101,8 +106,8 @@ async def prefill(engine: Engine, prompt: Sequence[int], tier: TierHints) -> Tra
     return transfer
 
 
-def engine_of(keeper: NodeProcess, *, producer: bool) -> VllmEngine:
-    folder = str(model_folder.resolve("default"))
+def engine_of(path: Path, keeper: NodeProcess, *, producer: bool) -> VllmEngine:
+    folder = str(path)
     model, engine = (
         model_config(path=folder, max_model_len=2048),
         engine_config(
@@ -133,6 +138,7 @@ def minus(after: CachedTokens, before: CachedTokens) -> CachedTokens:
 
 @dataclass
 class World:
+    model: Path
     keeper: NodeProcess
     decode: VllmEngine
     mirror: PageMirror
@@ -170,7 +176,8 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     (registry := folder / "registry").mkdir()
     keeper = NodeProcess(folder / "here", registry, "here", **{**OPTIONS, "volume": SMALL_VOLUME, "tenants": TENANTS})
     keeper.start()
-    first = engine_of(keeper, producer=True)
+    model = make_model("large-pages", folder / "model")
+    first = engine_of(model, keeper, producer=True)
     try:
         await first.start()
         for i in range(NUM_PROMPTS):
@@ -181,7 +188,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
         await until(lambda: len(chunk_files(keeper.folder / "v0")) == NUM_PROMPTS * NUM_PAGES, what="pages kept")
     finally:
         await first.stop()
-    decode = engine_of(keeper, producer=False)
+    decode = engine_of(model, keeper, producer=False)
     mirror = PageMirror(BLOCK_SIZE, 10_000)
 
     async def listen() -> None:
@@ -191,7 +198,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     try:
         await decode.start()
         listening = asyncio.create_task(listen())
-        yield World(keeper, decode, mirror, registry)
+        yield World(model, keeper, decode, mirror, registry)
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
     finally:
@@ -273,7 +280,7 @@ class Elsewhere:
 async def elsewhere(world: World, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Elsewhere]:
     keeper = NodeProcess(tmp_path_factory.mktemp("elsewhere"), world.registry, "elsewhere", **OPTIONS)
     keeper.start()
-    engine = engine_of(keeper, producer=True)
+    engine = engine_of(world.model, keeper, producer=True)
     try:
         await engine.start()
         yield Elsewhere(keeper, engine, TierHints(ACME.namespace, volumes={world.keeper.volume_id: NUM_PAGES}))
@@ -410,9 +417,8 @@ async def test_stopping_an_engine_that_was_killed_ends_its_requests(elsewhere: E
     reading = asyncio.create_task(read())
     async with asyncio.timeout(60):
         await begun.wait()
-        for process in [worker, *worker.parents()]:
-            if "VLLM::" in " ".join(process.cmdline()):
-                os.kill(process.pid, signal.SIGKILL)
+        for pid in {worker.pid, core_of(engine)}:
+            os.kill(pid, signal.SIGKILL)
         await engine.stop()  # at once: before vLLM's client has seen the death
         with pytest.raises(EngineDead):
             await reading
@@ -478,6 +484,13 @@ def worker_of(engine: VllmEngine) -> psutil.Process:
     return worker
 
 
+def core_of(engine: VllmEngine) -> int:
+    """Return the process of the engine's scheduler."""
+    (core,) = engine._llm.engine_core.resources.engine_manager.processes
+    assert isinstance(core.pid, int)
+    return core.pid
+
+
 def regions_of(process: psutil.Process, engine: VllmEngine) -> set[int]:
     """The inodes of an engine's CPU tier that a process has mapped."""
     lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
@@ -495,12 +508,11 @@ async def test_killing_an_engine_leaves_no_name_in_shared_memory(world: World) -
 
     assert names() == []
     worker, inode = worker_of(world.decode), region_of(world.decode)
-    family = [worker, *worker.parents()]
-    family = [process for process in family if "VLLM::" in " ".join(process.cmdline())]
+    family = {worker.pid, core_of(world.decode)}
     assert len(family) == (1 if on_gpu() else 2)
     assert world.keeper.maps(inode)
-    for process in family:
-        os.kill(process.pid, signal.SIGKILL)
+    for pid in family:
+        os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineDead):
         await run(world.decode, prompt_of(0))
     assert names() == []

@@ -24,7 +24,7 @@ from kvferry.engine.vllm.sampling import to_vllm
 from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator
 from kvferry.errors import ConfigError, EngineError, InvalidRequest
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

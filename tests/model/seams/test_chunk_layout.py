@@ -8,7 +8,7 @@ import pytest
 
 from .support import vllm_config
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

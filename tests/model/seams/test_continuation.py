@@ -11,7 +11,7 @@ from kvferry.engine.base import Continued, Sampling
 
 from .support import parameters
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

@@ -32,7 +32,7 @@ from support.vllm_configs import vllm_config_of
 
 pytest.importorskip("vllm")
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 TEN = {
     "seed": 7,

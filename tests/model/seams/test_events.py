@@ -12,7 +12,7 @@ import pytest
 from kvferry.engine.base import PagesStored
 from support.waiting import until
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

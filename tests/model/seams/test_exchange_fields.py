@@ -12,7 +12,7 @@ from support.processors import AMX, AVX2, AVX512, AVX512_BF16, PROCESSORS, Proce
 
 from .support import parameters, vllm_config
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

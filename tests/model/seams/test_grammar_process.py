@@ -18,7 +18,7 @@ from kvferry.errors import InvalidRequest
 from kvferry.gateway import lifecycle
 from kvferry.gateway.lifecycle import build_renderer
 
-pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 pytest.importorskip("vllm")
 

@@ -13,7 +13,7 @@ from kvferry import model_folder
 
 from .support import parameters
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

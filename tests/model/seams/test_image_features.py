@@ -12,7 +12,7 @@ import pytest
 from kvferry.engine.base import EngineRequest, PromptImage, RequestId, Sampling
 from kvferry.errors import InvalidRequest
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")

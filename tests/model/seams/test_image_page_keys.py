@@ -11,7 +11,7 @@ import pytest
 from kvferry.engine.base import PagesStored
 from kvferry.pages.keys import ImageSpan, page_images, route_keys, seed_of
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

@@ -33,7 +33,7 @@ from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from kvferry.gateway.lifecycle import build_renderer
 from support.waiting import until
 
-pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 pytest.importorskip("vllm")
 

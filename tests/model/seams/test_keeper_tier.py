@@ -12,7 +12,7 @@ import pytest
 
 from .support import BLOCK_SIZE, Request, context_of, parameters
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

@@ -16,7 +16,7 @@ from kvferry.pages.geometry.layers import LatentLayers
 from support.processors import AVX512_BF16, PROCESSORS, Processor, imitated
 from support.vllm_kv_specs import built_model, our_pages, sizes_of, vllm_pages, vllm_process_group
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

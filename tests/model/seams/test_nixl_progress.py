@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

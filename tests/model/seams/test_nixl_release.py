@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

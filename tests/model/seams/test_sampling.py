@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

@@ -13,7 +13,7 @@ from support.vllm_configs import vllm_config_of
 
 from .support import parameters
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

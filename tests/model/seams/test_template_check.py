@@ -18,7 +18,7 @@ from kvferry.errors import ConfigError, InvalidRequest
 
 pytest.importorskip("vllm")
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 LIMITS = ForkLimits(cpu_s=1.0, wall_s=60.0, memory_bytes=256 << 20)
 LONG_LOOP = "{% for number in range(99999) %}" * 3 + "{% endfor %}" * 3

@@ -17,7 +17,7 @@ from .test_tenant_policy import hints_of as cpu_hints_of
 from .test_tenant_scheduler import BLOCK_SIZE, Steps, prompt_of
 from .test_tenant_scheduler import vllm_config as vllm_config
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

@@ -22,7 +22,7 @@ from kvferry.tenancy.terms import EngineTerms, TierTerms
 
 from .support import parameters
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

@@ -17,7 +17,7 @@ import pytest
 from kvferry import model_folder
 from support import gateway_without_gpu as gateway
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 pytest.importorskip("vllm")
 

@@ -10,7 +10,7 @@ from kvferry.served_model import has_mistral_tokenizer
 
 pytest.importorskip("vllm")
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize(

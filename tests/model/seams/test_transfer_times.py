@@ -8,7 +8,7 @@ import pytest
 
 from .support import parameters
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

@@ -6,7 +6,7 @@ from importlib import metadata
 
 import pytest
 
-pytestmark = pytest.mark.model
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 

@@ -1,0 +1,114 @@
+"""Which tests run side by side: a test's marker says what it starts, and no more starts than the machine holds."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+
+@dataclass(frozen=True)
+class Resources:
+    """`cores` is an average over a test: most of its processes wait for each other."""
+
+    cores: float
+    gib: float
+
+
+# By marker; a test with several markers needs what the first of them says. Units start in this order, so that the
+# longest ones are first. Engines of `shared_pair` live until the end of the process that started them.
+NEEDS: Mapping[str, Resources] = {
+    "cluster": Resources(cores=1.5, gib=9.0),
+    "model": Resources(cores=1.5, gib=7.0),
+    "vllm": Resources(cores=0.5, gib=2.0),
+    "shared_pair": Resources(cores=1.5, gib=7.0),
+    "": Resources(cores=0.5, gib=1.0),
+}
+_PRECEDENCE = ("shared_pair", *NEEDS)
+
+
+def unit_of(path: str, markers: Iterable[str]) -> str:
+    """Return the name of the tests that one process runs in order: "MARKER:FILE", and one unit of all "vllm" tests."""
+    names = {*markers, ""}
+    marker = next(name for name in _PRECEDENCE if name in names)
+    return f"{marker}:" if marker in ("vllm", "shared_pair") else f"{marker}:{path}"
+
+
+def next_unit(waiting: Iterable[str], running: Sequence[str], machine: Resources) -> str | None:
+    """Return the first unit that fits beside the running ones, or that runs alone."""
+    cores = sum(_needs_of(unit).cores for unit in running)
+    gib = sum(_needs_of(unit).gib for unit in running)
+    for unit in sorted(waiting, key=_rank_of):
+        needs = _needs_of(unit)
+        if not running or (cores + needs.cores <= machine.cores and gib + needs.gib <= machine.gib):
+            return unit
+    return None
+
+
+def _needs_of(unit: str) -> Resources:
+    return NEEDS[unit.partition(":")[0]]
+
+
+def _rank_of(unit: str) -> int:
+    return list(NEEDS).index(unit.partition(":")[0])
+
+
+def this_machine() -> Resources:
+    """Return the cores and the free memory, with half a core more, since tests wait for each other's processes."""
+    return Resources(len(os.sched_getaffinity(0)) + 0.5, psutil.virtual_memory().available / 2**30)
+
+
+def write_units(items: Sequence[pytest.Item], file: Path) -> None:
+    """Write each test's unit for `UnitScheduling`: its process knows names of tests, and not their markers."""
+    units = {
+        item.nodeid: unit_of(item.nodeid.partition("::")[0], [marker.name for marker in item.iter_markers()])
+        for item in items
+    }
+    file.write_text(json.dumps(units), encoding="utf-8")
+
+
+class UnitScheduling(LoadScopeScheduling):
+    """Gives a process of pytest-xdist the next unit that fits beside the units of the other processes."""
+
+    def __init__(self, config: pytest.Config, log: Any, *, units: Path, machine: Resources) -> None:
+        super().__init__(config, log)
+        self._file = units
+        self._machine = machine
+        self._nodeid_to_unit: Mapping[str, str] = {}
+
+    def schedule(self) -> None:
+        if not self._nodeid_to_unit:
+            self._nodeid_to_unit = json.loads(self._file.read_text(encoding="utf-8"))
+        super().schedule()
+
+    def _split_scope(self, nodeid: str) -> str:
+        return self._nodeid_to_unit[nodeid]
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        # Units of this process run one after the other, so they do not count.
+        running = [
+            unit
+            for other, units in self.assigned_work.items()
+            if other is not node
+            for unit, tests in units.items()
+            if not all(tests.values())
+        ]
+        unit = next_unit(self.workqueue, running, self._machine)
+        if unit is not None:
+            self.workqueue.move_to_end(unit, last=False)
+            super()._assign_work_unit(node)
+
+    def mark_test_complete(self, node: WorkerController, item_index: int, duration: float = 0) -> None:
+        super().mark_test_complete(node, item_index, duration)
+        # The end of a unit makes room for one in another process, and that of the last unit ends them all.
+        for other in self.nodes:
+            if other is not node:
+                self._reschedule(other)
