@@ -52,8 +52,8 @@ test-fast: $(STAMP) ## Run the tests that need neither a model nor a cluster
 bench-routing: $(STAMP) ## Prefix routing beside round robin; ARGS="--trace FILE" replays a Mooncake trace
 	@$(BIN)/python -m bench.routing $(ARGS)
 
-test-models: $(STAMP) ## Show for every kind of attention that pages survive a transfer, adapters and drafts included, and that wrong scales are found (40 minutes)
-	@KVFERRY_ALL_MODELS=1 $(BIN)/pytest tests/model/test_models.py tests/model/test_adapters.py tests/model/test_quality.py tests/model/test_draft_model.py $(ARGS)
+test-models: $(STAMP) ## Run all tests with engines, with every kind of attention, adapters, drafts and load formats (an hour)
+	@KVFERRY_ALL_MODELS=1 $(BIN)/pytest tests/model tests/cluster/test_real_*.py $(ARGS)
 
 chaos: $(STAMP) ## Kill workers, gateways and etcd under load and show what clients saw; ARGS="--kills 5"
 	@$(BIN)/python -m bench.chaos $(ARGS)

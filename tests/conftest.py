@@ -22,6 +22,7 @@ import kvferry.engine.vllm.engine
 from bench.vllm_engines import VllmPair, start_pair
 from kvferry.addresses import free_port
 from support.engine_forks import forked_engines
+from support.suite_report import SuiteReport
 from support.suite_schedule import UnitScheduling, this_machine, write_units
 
 # A machine that does other work too is slow, not wrong.
@@ -38,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         descriptor, name = tempfile.mkstemp(prefix="kvferry-tests-", suffix=".json")
         os.close(descriptor)
         config.stash[_UNITS] = Path(name)
+        config.pluginmanager.register(SuiteReport())
 
 
 @pytest.hookimpl(optionalhook=True)

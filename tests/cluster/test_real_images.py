@@ -11,11 +11,12 @@ import httpx
 import pytest
 
 from bench.tiny_models import make_image_model
+from support.all_models import only_with_all_models
 from support.image_answers import NUM_TOKENS, ImageAnswer, answers_of_vllm, chats, images
 from support.image_reference import MAX_MODEL_LEN
 from support.local_machine import Machine, a_machine
 
-pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.model, pytest.mark.cluster, only_with_all_models, pytest.mark.timeout(900)]
 
 DEBUG = {"x-kvferry-debug": "disaggregate"}  # however short the prompt
 MODEL = "tiny"

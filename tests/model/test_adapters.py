@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from kvferry.pages.keys import page_salt, route_keys, seed_of
 from kvferry.residency.index import Tier
 from kvferry.tenancy.namespace import Namespace
 from kvferry.worker.page_mirror import PageMirror
+from support.all_models import only_with_all_models
 from support.lora_adapters import make_adapter, merged_answer
 from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
@@ -327,7 +327,7 @@ async def test_a_start_with_an_adapter_of_another_model_fails_with_its_reason(wo
         await engine.stop()
 
 
-@pytest.mark.skipif(not os.environ.get("KVFERRY_ALL_MODELS"), reason="two engines, a minute each: make test-models")
+@only_with_all_models
 @pytest.mark.parametrize("name", OTHERS)
 async def test_adapters_of_other_models_give_what_they_give_alone(name: str, tmp_path: Path) -> None:
     assert name in SHOWN

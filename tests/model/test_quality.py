@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from kvferry.config import EngineConfig, ModelConfig
 from kvferry.errors import UnsupportedEngine
 from kvferry.quality.report import why_not_shown, write_report
 from kvferry.quality.samples import load_dataset
+from support.all_models import only_with_all_models
 
 pytestmark = pytest.mark.model
 
@@ -82,7 +82,7 @@ def test_questions_are_whole_whatever_the_lengths_and_fit_the_context() -> None:
     assert lengths[256] == 256 - 24
 
 
-@pytest.mark.skipif(not os.environ.get("KVFERRY_ALL_MODELS"), reason="four engines, two minutes: make test-models")
+@only_with_all_models
 @pytest.mark.timeout(600)
 async def test_scales_that_are_wrong_by_eight_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On vLLM's own pages: keys and values are written with a scale of 8 and read with 1."""

@@ -11,13 +11,14 @@ from bench.engine_device import model_config
 from bench.tiny_models import make_model
 from bench.vllm_engines import answer, prefill, start_pair
 from kvferry.engine.base import EngineRequest, RequestId, Sampling
+from support.all_models import only_with_all_models
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
-@pytest.mark.parametrize(("of_prefill", "of_decode"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("of_prefill", "of_decode"), [(1, 2), pytest.param(2, 1, marks=only_with_all_models)])
 async def test_pages_of_other_ranks_are_what_was_computed(of_prefill: int, of_decode: int, tmp_path: Path) -> None:
     model = model_config(path=str(make_model("qwen3", tmp_path / "qwen3")), max_model_len=2048)
     pair = await start_pair(
