@@ -17,7 +17,6 @@ from kvferry.membership.base import MemberKind
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(find_binary() is None, reason="no etcd on this machine"),
 ]
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import grpc
 import httpx
-import pytest
 
 from bench.chaos.fleet import fleet
 from kvferry.addresses import free_port
@@ -283,7 +282,6 @@ def test_there_are_enough_of_them_and_each_has_a_name() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.timeout(150)
 async def test_a_gateway_answers_each_hostile_input_and_others_do_not_notice(tmp_path: Path) -> None:
     async with gateway_process(tmp_path) as gateway, httpx.AsyncClient() as http:
         alone = await neighbours_text(gateway, http)

@@ -19,7 +19,7 @@ from kvferry.local.ray_process import ray_environment
 from support.local_machine import Machine, a_machine, assert_nothing_left, listening_ports, wait_until
 from support.tier_chunks import chunk_files
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster]
 
 PROMPT = " ".join(f"word{i}" for i in range(200))
 

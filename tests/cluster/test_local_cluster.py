@@ -40,7 +40,7 @@ from support.otlp_collector import Collector
 
 MODEL = "SmolLM2-135M-Instruct"  # the default's name, with the twin too
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster]
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from support.local_machine import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.model, pytest.mark.cluster]
 
 MODEL = "SmolLM2-135M-Instruct"
 DEBUG = {"x-kvferry-debug": "disaggregate"}  # however short the prompt

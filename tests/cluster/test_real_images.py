@@ -16,7 +16,7 @@ from support.image_answers import NUM_TOKENS, ImageAnswer, answers_of_vllm, chat
 from support.image_reference import MAX_MODEL_LEN
 from support.local_machine import Machine, a_machine
 
-pytestmark = [pytest.mark.model, pytest.mark.cluster, only_with_all_models, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.model, pytest.mark.cluster, only_with_all_models]
 
 DEBUG = {"x-kvferry-debug": "disaggregate"}  # however short the prompt
 MODEL = "tiny"

@@ -15,7 +15,7 @@ from kvferry import model_folder
 from support.all_models import only_with_all_models
 from support.local_machine import Machine, a_machine
 
-pytestmark = [pytest.mark.model, pytest.mark.cluster, only_with_all_models, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.model, pytest.mark.cluster, only_with_all_models]
 
 CONTEXT = 2048  # of config.json: 512
 

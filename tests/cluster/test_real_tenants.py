@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.local_machine import Machine, a_machine, wait_until
 from support.tier_chunks import chunk_files
 
-pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.model, pytest.mark.cluster]
 
 MODEL = "SmolLM2-135M-Instruct"
 PAGE = 32

@@ -149,7 +149,6 @@ async def traced_url(pair: VllmPair | None, collector: Collector) -> AsyncIterat
         yield url
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(
     "pair", ["sim", pytest.param("vllm", marks=[pytest.mark.model, pytest.mark.shared_pair])], indirect=True
@@ -209,7 +208,6 @@ async def test_a_request_is_one_tree_over_all_processes(traced_url: str, collect
     check_times(root, end_to_end_s)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(
     "pair", ["sim", pytest.param("vllm", marks=[pytest.mark.model, pytest.mark.shared_pair])], indirect=True

@@ -34,7 +34,7 @@ from kvferry.engine.base import (
 from kvferry.engine.sim import SimEngine, SimTokenizer
 from kvferry.errors import InvalidRequest
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session")]
 
 DEADLINE_S = 120.0
 NUM_TOKENS = 12

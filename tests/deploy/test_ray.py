@@ -38,7 +38,7 @@ from support.kuberay_model import Model, serving
 from support.local_machine import wait_until
 from support.ray_cluster import RayCluster, a_ray_cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.cluster]
 
 MODEL = "sim-model"
 SETTLE_S = 150

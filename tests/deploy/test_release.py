@@ -22,7 +22,6 @@ def release_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType
     return module
 
 
-@pytest.mark.timeout(600)
 def test_wheel_and_source_archive_are_reproducible_and_run_in_an_empty_environment(
     release_check: ModuleType, tmp_path: Path
 ) -> None:

@@ -42,7 +42,7 @@ from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
 from support.waiting import until
 
-pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
 pytest.importorskip("vllm")
 

@@ -40,7 +40,7 @@ from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
 from support.waiting import until
 
-pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
 MAX_MODEL_LEN = 2048
 STEP_TOKENS = 256

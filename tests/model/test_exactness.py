@@ -31,7 +31,6 @@ pytestmark = [
     pytest.mark.model,
     pytest.mark.shared_pair,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(900),
 ]
 
 # Of a GPU's engines NIXL keeps its threads, and steps are not slowed: the machine's cores are not what computes.

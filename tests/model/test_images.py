@@ -38,7 +38,7 @@ from support.image_prompts import BLOCK_SIZE, NUM_TOKENS, PROMPTS, ImagePrompt, 
 from support.image_reference import MAX_MODEL_LEN
 from support.waiting import until
 
-pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
 MAX_BATCHED_TOKENS = 256  # longer prompts are computed in parts
 ANSWER = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)

@@ -21,7 +21,7 @@ from kvferry.pages.exchange import exchange_digest
 from kvferry.vllm_arguments import SAFETENSORS, STREAMED
 from support.all_models import only_with_all_models
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model]
 
 ANSWER = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
 THREADS = {"load_format": SAFETENSORS, "model_loader_extra_config": {"enable_multithread_load": True, "num_threads": 2}}

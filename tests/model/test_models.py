@@ -31,7 +31,7 @@ from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
 from support.waiting import until
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model]
 
 # An engine takes half a minute to start.
 TRIED = [*SHOWN, *CONFIGURED] if ALL_MODELS else ["gemma3"]

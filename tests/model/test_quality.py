@@ -83,7 +83,6 @@ def test_questions_are_whole_whatever_the_lengths_and_fit_the_context() -> None:
 
 
 @only_with_all_models
-@pytest.mark.timeout(600)
 async def test_scales_that_are_wrong_by_eight_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On vLLM's own pages: keys and values are written with a scale of 8 and read with 1."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # of the extension, in vLLM's processes

@@ -10,7 +10,6 @@ from kvferry.engine.base import EngineRequest, RequestId, Sampling
 
 pytestmark = [
     pytest.mark.model,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(
         not on_gpu(), reason="GPUs are asked by `make gpu-check`; on CPUs vLLM's fp8 pages need AVX-512"
     ),

@@ -21,7 +21,7 @@ from kvferry.engine.base import EngineRequest, RequestId, Sampling
 from kvferry.errors import ConfigError, ContextLengthExceeded, UnsupportedEngine
 from support.vllm_configs import vllm_config_of
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model]
 
 NUM_TOKENS = 16
 CONTEXT = 2048  # four times that of config.json

@@ -26,7 +26,7 @@ from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import InvalidRequest
 from kvferry.tenancy.namespace import Namespace
 
-pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 MAX_MODEL_LEN = 2048

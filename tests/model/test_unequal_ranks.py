@@ -13,7 +13,7 @@ from bench.vllm_engines import answer, prefill, start_pair
 from kvferry.engine.base import EngineRequest, RequestId, Sampling
 from support.all_models import only_with_all_models
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model]
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
 

@@ -15,7 +15,7 @@ from kvferry.addresses import free_port
 
 from .support import parameters
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.vllm]
 
 pytest.importorskip("vllm")
 

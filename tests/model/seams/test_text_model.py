@@ -18,7 +18,7 @@ from kvferry import model_folder
 from support import gateway_without_gpu as gateway
 from support.all_models import ALL_MODELS
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm]
 
 pytest.importorskip("vllm")
 

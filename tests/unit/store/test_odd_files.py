@@ -29,9 +29,6 @@ from support.tier_volumes import Opened, opened_volumes
 DIGEST = LAYOUT.digest
 HUGE_BYTES = 1 << 40
 
-# Opening a pipe for reading waits for its other end: without the mend these tests do not fail, they hang.
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opened]:

@@ -295,7 +295,6 @@ def test_weights_whose_product_makes_numbers_infinite_are_refused(
     refused(tmp_path, adapter / WEIGHTS, "q_proj may enlarge its input 1.01e[+]06 times")
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to("/dev/zero"), Path.mkdir])
 def test_a_tokenizer_that_is_no_file_is_refused(
     tmp_path: Path, model: Path, adapter: Path, make: Callable[[Path], object]
