@@ -11,6 +11,8 @@ pytest.importorskip("vllm")
 from bench.gpu_check.dry_run import faults_of
 from bench.gpu_check.parts import PARTS, Part
 
+pytestmark = pytest.mark.vllm
+
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_a_part_could_run(part: Part, tmp_path: Path) -> None:
