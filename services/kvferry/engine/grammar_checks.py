@@ -120,6 +120,12 @@ class GrammarChecks:
                     f"{where}compiling its grammar takes over {self._limits.cpu_s:g} s of CPU time, the limit",
                     param=param,
                 )
+            case Outcome.MEMORY:
+                return InvalidRequest(
+                    f"{where}compiling its grammar takes over {self._limits.memory_bytes >> 20} MiB of memory, "
+                    "the limit",
+                    param=param,
+                )
             case Outcome.LATE:
                 return Overloaded("this gateway is too busy to compile the grammar")
             case _:
