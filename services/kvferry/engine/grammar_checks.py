@@ -48,7 +48,7 @@ class GrammarChecks:
         )
 
     def start(self) -> None:
-        """Start the process, in seconds, in the background."""
+        """Start the process in the background."""
         self._process.start()
 
     async def check(self, spec: str, *, param: str | None) -> None:
