@@ -16,8 +16,9 @@ import pytest
 
 from kvferry import model_folder
 from support import gateway_without_gpu as gateway
+from support.fork_processes import TIMEOUT_S
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(TIMEOUT_S)]
 
 pytest.importorskip("vllm")
 
@@ -70,7 +71,7 @@ def run(way: str, tmp_path: Path, *quantizations: str) -> subprocess.CompletedPr
         env=gateway.environment(tmp_path / "packages"),
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=TIMEOUT_S,
         check=False,
     )
 
@@ -88,7 +89,7 @@ def test_arguments_of_engines_are_checked_without_a_gpu(tmp_path: Path) -> None:
         env=gateway.environment(tmp_path / "packages"),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
