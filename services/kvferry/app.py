@@ -175,7 +175,7 @@ async def ensure_keeper(values: dict[str, Any]) -> None:
     Never raises: engines serve without a keeper and connect once it is there.
     """
     node_id = ray.get_runtime_context().get_node_id()
-    fault = "it is replaced again and again"
+    fault = f"it did not start within {KEEPER_START_S:g} s, or is replaced again and again"
     try:
         async with asyncio.timeout(KEEPER_START_S):
             while True:

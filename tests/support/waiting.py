@@ -6,15 +6,20 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+# For a condition that never comes: ten times what the slowest machine needs, with other tests beside.
+PATIENCE_S = 600.0
 
-async def until(condition: Callable[[], bool], *, within_s: float = 30.0, what: str = "") -> None:
+
+async def until(condition: Callable[[], bool], *, within_s: float = PATIENCE_S, what: str = "") -> None:
     deadline = asyncio.get_running_loop().time() + within_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {what or condition}"
         await asyncio.sleep(0.002)
 
 
-async def until_async(condition: Callable[[], Awaitable[bool]], *, within_s: float = 30.0, what: str = "") -> None:
+async def until_async(
+    condition: Callable[[], Awaitable[bool]], *, within_s: float = PATIENCE_S, what: str = ""
+) -> None:
     """`until` for a condition that is awaited, which may not give way to other tasks by itself."""
     deadline = asyncio.get_running_loop().time() + within_s
     while not await condition():
@@ -22,7 +27,7 @@ async def until_async(condition: Callable[[], Awaitable[bool]], *, within_s: flo
         await asyncio.sleep(0.002)
 
 
-def wait_until(condition: Callable[[], bool], *, within_s: float = 30.0, what: str = "") -> None:
+def wait_until(condition: Callable[[], bool], *, within_s: float = PATIENCE_S, what: str = "") -> None:
     """`until` for tests without an event loop."""
     deadline = time.monotonic() + within_s
     while not condition():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import signal
 import socket
@@ -11,9 +13,27 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 
-from kvferry.engine.forks import ForkLimits, ForkServer, Outcome, Verdict, run_in_fork
+from kvferry.engine import forks
+from kvferry.engine.forks import (
+    LENGTH_BYTES,
+    READY,
+    Answered,
+    Asked,
+    ForkLimits,
+    ForkServer,
+    Outcome,
+    Verdict,
+    frame,
+    run_in_fork,
+)
+from support.waiting import wait_until
+
+MEMORY_BYTES = 64 << 20
+PLENTY_S = 250.0  # for what hangs
 
 # As multiprocessing starts engines: without vfork, beside threads that are calling.
 PROGRAM = """
@@ -60,27 +80,54 @@ print(sorted(set(statuses)))
 def test_children_reach_their_program_beside_calls_of_grpc(package: str) -> None:
     """Without the setting of the package, 1 of 40 aborts."""
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(package=package)], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", PROGRAM.format(package=package)],
+        capture_output=True,
+        text=True,
+        timeout=PLENTY_S,
+        check=True,
     )
     assert ran.stdout == "[0]\n"
+
+
+def limits(cpu_s: float = PLENTY_S, wall_s: float = PLENTY_S) -> ForkLimits:
+    return ForkLimits(cpu_s=cpu_s, wall_s=wall_s, memory_bytes=MEMORY_BYTES)
+
+
+def mapped(num_bytes: int) -> mmap.mmap:
+    """Return new memory; `bytes` may come from memory that this process has free. Raises OSError."""
+    return mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def filled(num_bytes: int = 1 << 20) -> list[mmap.mmap]:
+    """Write to new memory until no more can be mapped, and keep it."""
+    kept = []
+    while True:
+        try:
+            kept.append(mapped(num_bytes))
+        except OSError:
+            return kept
+        kept[-1].write(bytes(num_bytes))
 
 
 def _end(payload: bytes) -> bytes:
     match payload:
         case b"refuse":
             raise ValueError("not this")
-        case b"memory":
-            try:
-                return bytes(1 << 30)
-            except MemoryError as error:
-                raise ValueError("a library's own words") from error
         case b"loop":
             while True:
                 pass
         case b"wait":
             threading.Event().wait()
-        case b"crash":
+        case b"kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        case b"exit":
+            os._exit(3)
+        case b"null":
+            ctypes.memset(0, 1, 1)
+        case b"abort":
+            os.abort()
+        case b"most of the memory":
+            return bytes(MEMORY_BYTES - (8 << 20))
     return payload[::-1]
 
 
@@ -89,22 +136,126 @@ def _end(payload: bytes) -> bytes:
     [
         (b"abc", Outcome.OK, ""),
         (b"refuse", Outcome.REFUSED, "not this"),
-        (b"memory", Outcome.MEMORY, ""),
         (b"loop", Outcome.CPU_TIME, ""),
         (b"wait", Outcome.LATE, ""),
-        (b"crash", Outcome.CRASHED, "SIGKILL"),
+        (b"kill", Outcome.CRASHED, "SIGKILL"),
+        (b"exit", Outcome.CRASHED, "no verdict"),
+        (b"null", Outcome.CRASHED, "SIGSEGV"),
+        (b"abort", Outcome.CRASHED, "SIGABRT"),
     ],
 )
 def test_one_fork_of_a_process_with_threads_ends_within_its_limits(
     payload: bytes, outcome: Outcome, reason: str
 ) -> None:
     num_threads = threading.active_count()
-    wall_s = 1.0 if payload == b"wait" else 60.0
-    cpu_s = 0.3 if payload == b"loop" else 30.0  # memory costs CPU time, most on a busy machine
-    verdict = run_in_fork(_end, payload, ForkLimits(cpu_s=cpu_s, wall_s=wall_s, memory_bytes=256 << 20))
+    wall_s = 1.0 if payload == b"wait" else PLENTY_S
+    cpu_s = 0.3 if payload == b"loop" else PLENTY_S
+    verdict = run_in_fork(_end, payload, limits(cpu_s, wall_s))
     assert (verdict.outcome, verdict.reason) == (outcome, reason)
     assert verdict.result == (b"cba" if outcome is Outcome.OK else b"")
     assert threading.active_count() == num_threads
+
+
+def _exceed_memory(way: bytes) -> bytes:
+    match way:
+        case b"a failed allocation":
+            try:
+                return bytes(1 << 50)
+            except MemoryError as error:
+                raise ValueError("a library's own words") from error
+        case b"a mapping that is not used":
+            return str(mapped(2 * MEMORY_BYTES)).encode()
+        case b"a mapping that is gone":
+            mapped(2 * MEMORY_BYTES).close()
+        case b"an error that does not mention memory":
+            kept = mapped(2 * MEMORY_BYTES)
+            raise ValueError(f"no image: {kept}")
+        case b"a use of all of it":
+            mapped(2 * MEMORY_BYTES).write(bytes(2 * MEMORY_BYTES))
+            threading.Event().wait()
+        case b"small mappings":
+            filled(1 << 17)
+            threading.Event().wait()
+        case b"threads":
+            for _ in range(100):
+                threading.Thread(target=threading.Event().wait).start()
+    return b""
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        b"a failed allocation",
+        b"a mapping that is not used",
+        b"a mapping that is gone",
+        b"an error that does not mention memory",
+        b"a use of all of it",
+        b"small mappings",
+        b"threads",
+    ],
+)
+def test_a_fork_that_exceeds_its_memory_says_so(way: bytes) -> None:
+    assert run_in_fork(_exceed_memory, way, limits()).outcome is Outcome.MEMORY
+
+
+def _exhaust_memory(way: bytes) -> bytes:
+    stack = next(line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[stack]"))
+    kept = filled()
+    match way:
+        case b"write to NULL":
+            ctypes.memset(0, 1, 1)
+        case b"abort":
+            os.abort()
+        case b"exit":
+            os._exit(3)
+        case b"stack":
+            # Its next page. The kernel maps it where it may, and else sends SIGSEGV.
+            ctypes.memset(int(stack.split("-")[0], 16) - mmap.PAGESIZE, 1, 1)
+    return str(kept).encode()
+
+
+@pytest.mark.parametrize("way", [b"write to NULL", b"abort", b"exit", b"stack"])
+def test_a_fork_that_uses_all_memory_between_two_looks_and_crashes_says_so(
+    way: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "_LOOK_S", PLENTY_S)
+    assert run_in_fork(_exhaust_memory, way, limits()).outcome is Outcome.MEMORY
+
+
+def test_a_result_may_take_most_of_the_memory() -> None:
+    """msgspec's encoder ends a process that has no memory for its copy."""
+    verdict = run_in_fork(_end, b"most of the memory", limits())
+    assert verdict.outcome is Outcome.OK
+    assert len(verdict.result) == MEMORY_BYTES - (8 << 20)
+
+
+def _be_large_or_wait(payload: bytes) -> bytes:
+    if payload == b"large":
+        return bytes(8 << 20)
+    Path(payload.decode()).touch()
+    threading.Event().wait()
+    return b""
+
+
+def test_forks_are_limited_while_the_other_end_reads_nothing(tmp_path: Path) -> None:
+    """A gateway may be busy, and an answer longer than a socket's buffer."""
+    others = set(psutil.Process().children())
+    begun = tmp_path / "begun"
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ours.makefile("rb") as answers:
+        server = threading.Thread(target=ForkServer(theirs, _be_large_or_wait, limits(wall_s=1.0)).run)
+        server.start()
+        ours.sendall(frame(Asked(1, b"large")) + frame(Asked(2, str(begun).encode())))
+        wait_until(begun.exists, within_s=PLENTY_S)
+        wait_until(lambda: set(psutil.Process().children()) <= others, within_s=PLENTY_S)
+        number_to_end = {}
+        while len(number_to_end) < 3:
+            length = int.from_bytes(answers.read(LENGTH_BYTES), "little")
+            answered = msgspec.msgpack.decode(answers.read(length), type=Answered)
+            number_to_end[answered.number] = answered.verdict.outcome, len(answered.verdict.result)
+        ours.shutdown(socket.SHUT_RDWR)
+        server.join()
+    assert number_to_end == {READY: (Outcome.OK, 0), 1: (Outcome.OK, 8 << 20), 2: (Outcome.LATE, 0)}
 
 
 def test_a_fork_that_cannot_be_made_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +263,7 @@ def test_a_fork_that_cannot_be_made_ends_the_wait(monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(ForkServer, "run", fails)
-    verdict = run_in_fork(_end, b"", ForkLimits(cpu_s=1.0, wall_s=1.0, memory_bytes=1 << 20))
+    verdict = run_in_fork(_end, b"", limits())
     assert verdict == Verdict(Outcome.LATE, "no fork could be made: [Errno 24] Too many open files")
 
 
@@ -124,7 +275,7 @@ def test_a_fork_keeps_no_connection_of_the_process_it_comes_from() -> None:
         return b" ".join(bytes(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
 
     with client, server:
-        verdict = run_in_fork(sockets, b"", ForkLimits(cpu_s=30.0, wall_s=60.0, memory_bytes=256 << 20))
+        verdict = run_in_fork(sockets, b"", limits())
     assert verdict.outcome is Outcome.OK
     assert b"/dev/null" in verdict.result
     assert b"socket:" not in verdict.result

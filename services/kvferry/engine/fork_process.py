@@ -16,18 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from kvferry.engine.forks import LENGTH_BYTES, READY, Answered, Asked, ForkLimits, Verdict, frame
+from kvferry.engine.hang_detector import HangDetector
 from kvferry.errors import NotReady
 
 log = logging.getLogger(__name__)
 
 WALL_PER_CPU = 5.0  # of a fork's limits: the machine may be busy
 
-_START_TIMEOUT_S = 120.0
+_SLOW_START_S = 120.0  # from then on requests are refused, and do not wait for the start
+# A start has no limit of time: on a machine whose cores others use, 15 s of CPU time take many minutes. One that waits
+# for a core gets some CPU time every few seconds; one that gets none for so long hangs.
+_STILL_START_S = 600.0
+_MOST_START_CPU_S = 600.0
+_START_PERIOD_S = 1.0  # between two looks at a start
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
-_ANSWER_MARGIN_S = 10.0  # after a fork's deadline, until the process is taken for hung
+_ANSWER_MARGIN_S = 60.0  # after a fork's deadline, until the process is taken for hung
 
 _PASSED_ON = frozenset({"PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "HF_HOME"})
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -80,6 +87,8 @@ class ForkProcess:
         self._inherited = inherited
         self._process: _Process | None = None
         self._starting: asyncio.Task[_Process] | None = None
+        self._start_began_s = 0.0
+        self._start_cpu_s = 0.0
         self._num_failures = 0  # in a row
         self._not_before_s = 0.0
         self._is_closed = False
@@ -92,11 +101,14 @@ class ForkProcess:
         return self._process.popen.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Start the process, in seconds, in the background."""
+        """Start the process in the background, in seconds where the machine is not busy."""
         self._start()
 
     async def ask(self, payload: bytes) -> Verdict:
-        """Work on an input in a fork. Raises NotReady while there is no process. Callers limit how many ask."""
+        """Work on an input in a fork. Waits for a start, but not for a slow one. Callers limit how many ask.
+
+        Raises NotReady while there is no process.
+        """
         process = await self._running()
         try:
             return await process.ask(payload, self.limits.wall_s + _ANSWER_MARGIN_S)
@@ -115,10 +127,17 @@ class ForkProcess:
     async def _running(self) -> _Process:
         if self._process is not None and self._process.is_alive:
             return self._process
-        return await asyncio.shield(self._start())
+        starting = self._start()
+        left_s = self._start_began_s + _SLOW_START_S - time.monotonic()
+        await asyncio.wait([starting], timeout=max(0.0, left_s))
+        if not starting.done():
+            raise NotReady(f"{self._complaint}: {self._start_so_far()}")
+        return starting.result()
 
     def _start(self) -> asyncio.Task[_Process]:
         if self._starting is None:
+            self._start_began_s = time.monotonic()
+            self._start_cpu_s = 0.0
             self._starting = asyncio.create_task(self._started())
             self._starting.add_done_callback(self._settle)
         return self._starting
@@ -139,17 +158,38 @@ class ForkProcess:
         self._not_before_s = time.monotonic() + pause_s
         process = await _Process.started(self._command, [file.fd for file in self._inherited])
         try:
-            await process.ask_ready(_START_TIMEOUT_S)
+            await self._wait_ready(process)
         except BaseException as error:
             self._num_failures += 1
             self._not_before_s = time.monotonic() + pause_s
             await process.end()
-            if isinstance(error, _Ended | TimeoutError):
-                raise NotReady(f"{self._complaint}: their process does not start") from None
+            if isinstance(error, _Ended):
+                why = str(error) or "it ended"
+                raise NotReady(f"{self._complaint}: their process does not start: {why}") from None
             raise
         self._num_failures = 0
         self._process = process
         return process
+
+    async def _wait_ready(self, process: _Process) -> None:
+        """Raises _Ended, also for a start that hangs."""
+        hang_detector = HangDetector(_STILL_START_S)
+        is_slow = False
+        while not await process.is_ready(within_s=_START_PERIOD_S):
+            self._start_cpu_s = process.cpu_s()
+            if hang_detector.is_hung(time.monotonic(), self._start_cpu_s, busy=True):
+                raise _Ended(f"it used no CPU time for {_STILL_START_S:g} s")
+            if self._start_cpu_s >= _MOST_START_CPU_S:
+                raise _Ended(f"it used {self._start_cpu_s:.1f} s of CPU time")
+            if not is_slow and time.monotonic() >= self._start_began_s + _SLOW_START_S:
+                is_slow = True
+                log.warning("%s: %s", self._complaint, self._start_so_far())
+        if is_slow:
+            log.info("a process (%d) started after %.0f s", process.popen.pid, time.monotonic() - self._start_began_s)
+
+    def _start_so_far(self) -> str:
+        age_s = time.monotonic() - self._start_began_s
+        return f"their process has been starting for {age_s:.0f} s and had {self._start_cpu_s:.1f} s of CPU time"
 
 
 class _Ended(Exception):
@@ -189,9 +229,21 @@ class _Process:
     def is_alive(self) -> bool:
         return not self.reading.done()
 
-    async def ask_ready(self, timeout_s: float) -> None:
-        async with asyncio.timeout(timeout_s):
-            await self.number_to_answer[READY]
+    async def is_ready(self, *, within_s: float) -> bool:
+        """Raises _Ended."""
+        ready = self.number_to_answer[READY]
+        await asyncio.wait([ready], timeout=within_s)
+        if ready.done():
+            ready.result()
+        return ready.done()
+
+    def cpu_s(self) -> float:
+        """Return the CPU time of the process and of the children that it waited for. Raises _Ended."""
+        try:
+            times = psutil.Process(self.popen.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            raise _Ended from None
+        return times.user + times.system + times.children_user + times.children_system
 
     async def ask(self, payload: bytes, timeout_s: float) -> Verdict:
         """Raises _Ended or TimeoutError."""

@@ -2,6 +2,9 @@
 
 # A fork costs milliseconds and ends after one input: a grammar, or the images of a prompt. CPU time, memory and stack
 # of a fork are limited, so that an input which exhausts them, or crashes the library, ends only its fork.
+#
+# A fork that exceeds its memory is killed. With RLIMIT_AS alone its allocations would fail, and libraries show that in
+# many ways: by an error that does not mention memory, by an abort, or by a write to NULL, which looks like any crash.
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +33,11 @@ _WHERE = re.compile(r"\[[0-9:]+\] \S+:[0-9]+: ")  # time and place in the librar
 _READ_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10  # a library may start as many threads as there are cores, which streams need
+_LOOK_S = 0.01  # between two looks at the forks' memory and time
+# Times its memory limit a fork may map between two looks (RLIMIT_AS). One that then crashes has written to more than
+# half of it, if memory is the cause.
+_HARD_LIMIT = 8
+_MEMORY_LINES = re.compile(rb"^(\w+):\s*(\d+) kB$", re.MULTILINE)
 
 
 class Outcome(enum.StrEnum):
@@ -41,7 +50,7 @@ class Outcome(enum.StrEnum):
 
 
 class ForkLimits(msgspec.Struct, frozen=True):
-    """Limits of one fork. `memory_bytes` is what it may map beyond the process it was forked from."""
+    """Limits of one fork. `memory_bytes` is what it may map at any time beyond the process it was forked from."""
 
     cpu_s: float
     wall_s: float
@@ -78,13 +87,18 @@ def frame(message: msgspec.Struct) -> bytes:
     return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
 
 
+_OUT_OF_MEMORY = frame(Verdict(Outcome.MEMORY))  # made before memory is short
+
+
 @dataclass(slots=True)
 class _Fork:
     number: int
     pid: int
     deadline_s: float
+    most_mapped_bytes: int
+    most_resident_bytes: int
     said: bytearray = field(default_factory=bytearray)
-    killed: bool = False
+    killed_for: Outcome | None = None
 
 
 class ForkServer:
@@ -98,6 +112,7 @@ class ForkServer:
         self._selector = selectors.DefaultSelector()
         self._pipe_to_fork: dict[int, _Fork] = {}
         self._unread = bytearray()
+        self._unsent = bytearray()
 
     def __repr__(self) -> str:
         return f"<ForkServer {len(self._pipe_to_fork)} forks>"
@@ -106,14 +121,17 @@ class ForkServer:
         """Serve until the other end closes or is lost."""
         self._selector.register(self._connection, selectors.EVENT_READ)
         try:
-            self._connection.sendall(frame(Answered(READY, Verdict(Outcome.OK))))
+            self._answer(READY, Verdict(Outcome.OK))
             while True:
-                for key, _ in self._selector.select(self._wait_s()):
-                    if key.fileobj is self._connection:
-                        self._read_requests()
-                    else:
+                for key, events in self._selector.select(_LOOK_S if self._pipe_to_fork else None):
+                    if key.fileobj is not self._connection:
                         self._read_fork(key.fd)
-                self._kill_late()
+                        continue
+                    if events & selectors.EVENT_WRITE:
+                        self._send_answers()
+                    if events & selectors.EVENT_READ:
+                        self._read_requests()
+                self._kill_exceeding()
         except (EOFError, ConnectionError):
             pass
         finally:
@@ -121,9 +139,16 @@ class ForkServer:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(fork.pid, signal.SIGKILL)
 
-    def _wait_s(self) -> float | None:
-        waiting = [fork.deadline_s for fork in self._pipe_to_fork.values() if not fork.killed]
-        return max(0.0, min(waiting) - time.monotonic()) if waiting else None
+    def _answer(self, number: int, verdict: Verdict) -> None:
+        self._unsent += frame(Answered(number, verdict))
+        self._selector.modify(self._connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _send_answers(self) -> None:
+        # Without waiting for the other end, which may be busy: forks have to be looked at meanwhile.
+        with contextlib.suppress(BlockingIOError):
+            del self._unsent[: self._connection.send(self._unsent, socket.MSG_DONTWAIT)]
+        if not self._unsent:
+            self._selector.modify(self._connection, selectors.EVENT_READ)
 
     def _read_requests(self) -> None:
         data = self._connection.recv(_READ_BYTES)
@@ -141,33 +166,48 @@ class ForkServer:
     def _fork(self, asked: Asked) -> None:
         read_end, write_end = os.pipe()
         parent = os.getpid()
+        memory = _memory_of()
+        most_mapped_bytes = memory.mapped_bytes + self._limits.memory_bytes
         try:
             pid = os.fork()
         except OSError:
             # The machine has no room for a process now. The input is not known to be bad.
             os.close(read_end)
             os.close(write_end)
-            self._connection.sendall(frame(Answered(asked.number, Verdict(Outcome.LATE))))
+            self._answer(asked.number, Verdict(Outcome.LATE))
             return
         if not pid:
+            exit_status = 1
             try:
                 _close_inherited(write_end)
-                _limit(self._limits, parent)
-                _write(write_end, msgspec.msgpack.encode(self._verdict(asked.payload)))
+                _limit(self._limits, most_mapped_bytes, parent)
+                verdict, result = self._work_on(asked.payload)
+                if _memory_of().most_mapped_bytes > most_mapped_bytes:
+                    _write(write_end, _OUT_OF_MEMORY)
+                else:
+                    _write(write_end, frame(verdict))
+                    # Not encoded: that takes a copy, and where memory is short msgspec ends the process (SIGSEGV).
+                    _write(write_end, result)
+                exit_status = 0
             finally:
-                os._exit(0)
+                os._exit(exit_status)
         os.close(write_end)
-        self._pipe_to_fork[read_end] = _Fork(asked.number, pid, time.monotonic() + self._limits.wall_s)
+        self._pipe_to_fork[read_end] = _Fork(
+            asked.number,
+            pid,
+            deadline_s=time.monotonic() + self._limits.wall_s,
+            most_mapped_bytes=most_mapped_bytes,
+            most_resident_bytes=memory.anonymous_bytes + _HARD_LIMIT // 2 * self._limits.memory_bytes,
+        )
         self._selector.register(read_end, selectors.EVENT_READ)
 
-    def _verdict(self, payload: bytes) -> Verdict:
+    def _work_on(self, payload: bytes) -> tuple[Verdict, bytes]:
         try:
-            result = self._work(payload)
+            return Verdict(Outcome.OK), self._work(payload)
         except Exception as error:
             if is_of_memory(error):
-                return Verdict(Outcome.MEMORY)
-            return Verdict(Outcome.REFUSED, _WHERE.sub("", str(error))[:_MAX_REASON_CHARS])
-        return Verdict(Outcome.OK, result=result)
+                return Verdict(Outcome.MEMORY), b""
+            return Verdict(Outcome.REFUSED, _WHERE.sub("", str(error))[:_MAX_REASON_CHARS]), b""
 
     def _read_fork(self, pipe: int) -> None:
         fork = self._pipe_to_fork[pipe]
@@ -179,29 +219,40 @@ class ForkServer:
         os.close(pipe)
         del self._pipe_to_fork[pipe]
         _, status, usage = os.wait4(fork.pid, 0)
+        verdict = self._end_of(fork, status, usage)
         cpu_s = usage.ru_utime + usage.ru_stime
-        verdict = self._end_of(fork, status)
-        self._connection.sendall(frame(Answered(fork.number, msgspec.structs.replace(verdict, cpu_s=cpu_s))))
+        self._answer(fork.number, msgspec.structs.replace(verdict, cpu_s=cpu_s))
 
-    def _end_of(self, fork: _Fork, status: int) -> Verdict:
+    def _end_of(self, fork: _Fork, status: int, usage: resource.struct_rusage) -> Verdict:
+        how = "no verdict"
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
             if number in (signal.SIGPROF, signal.SIGXCPU):
                 return Verdict(Outcome.CPU_TIME)
-            if fork.killed:
-                return Verdict(Outcome.LATE)
-            return Verdict(Outcome.CRASHED, signal.Signals(number).name)
-        try:
-            return msgspec.msgpack.decode(fork.said, type=Verdict)
-        except msgspec.DecodeError:
-            return Verdict(Outcome.CRASHED, "no verdict")
+            how = signal.Signals(number).name
+        elif os.WEXITSTATUS(status) == 0:
+            end = LENGTH_BYTES + int.from_bytes(fork.said[:LENGTH_BYTES], "little")
+            with contextlib.suppress(msgspec.DecodeError):
+                verdict = msgspec.msgpack.decode(fork.said[LENGTH_BYTES:end], type=Verdict)
+                return msgspec.structs.replace(verdict, result=bytes(fork.said[end:]))
+        if fork.killed_for is not None:
+            return Verdict(fork.killed_for)
+        if usage.ru_maxrss << 10 > fork.most_resident_bytes:
+            return Verdict(Outcome.MEMORY)
+        return Verdict(Outcome.CRASHED, how)
 
-    def _kill_late(self) -> None:
+    def _kill_exceeding(self) -> None:
         now_s = time.monotonic()
         for fork in self._pipe_to_fork.values():
-            if not fork.killed and now_s >= fork.deadline_s:
-                fork.killed = True
-                os.kill(fork.pid, signal.SIGKILL)  # not reaped yet, so its number is still its own
+            if fork.killed_for is not None:
+                continue
+            if _memory_of(fork.pid).most_mapped_bytes > fork.most_mapped_bytes:
+                fork.killed_for = Outcome.MEMORY
+            elif now_s >= fork.deadline_s:
+                fork.killed_for = Outcome.LATE
+            else:
+                continue
+            os.kill(fork.pid, signal.SIGKILL)  # not reaped yet, so its number is still its own
 
 
 def is_of_memory(error: BaseException | None) -> bool:
@@ -255,20 +306,34 @@ def _close_inherited(kept: int) -> None:
     os.close(nothing)
 
 
+class _Memory(NamedTuple):
+    most_mapped_bytes: int  # since it was forked
+    mapped_bytes: int
+    anonymous_bytes: int  # resident
+
+
+def _memory_of(pid: int | str = "self") -> _Memory:
+    """Return zeros for a process that has ended."""
+    lines = _MEMORY_LINES.findall(Path(f"/proc/{pid}/status").read_bytes())
+    found = {name: int(kib) << 10 for name, kib in lines}
+    mapped_bytes, resident_bytes = found.get(b"VmSize", 0), found.get(b"VmRSS", 0)
+    # Not every kernel has these two.
+    return _Memory(found.get(b"VmPeak", mapped_bytes), mapped_bytes, found.get(b"RssAnon", resident_bytes))
+
+
 def _write(pipe: int, payload: bytes) -> None:
     rest = memoryview(payload)
     while rest:
         rest = rest[os.write(pipe, rest) :]
 
 
-def _limit(limits: ForkLimits, parent: int) -> None:
+def _limit(limits: ForkLimits, most_mapped_bytes: int, parent: int) -> None:
     """Limit this process, and end it with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     os.nice(_NICENESS)
-    mapped_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    address_space = mapped_bytes + limits.memory_bytes
+    address_space = most_mapped_bytes + (_HARD_LIMIT - 1) * limits.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (limits.stack_bytes, limits.stack_bytes))

@@ -48,7 +48,7 @@ class GrammarChecks:
         )
 
     def start(self) -> None:
-        """Start the process, in seconds, in the background."""
+        """Start the process in the background."""
         self._process.start()
 
     async def check(self, spec: str, *, param: str | None) -> None:
@@ -118,6 +118,12 @@ class GrammarChecks:
             case Outcome.CPU_TIME:
                 return InvalidRequest(
                     f"{where}compiling its grammar takes over {self._limits.cpu_s:g} s of CPU time, the limit",
+                    param=param,
+                )
+            case Outcome.MEMORY:
+                return InvalidRequest(
+                    f"{where}compiling its grammar takes over {self._limits.memory_bytes >> 20} MiB of memory, "
+                    "the limit",
                     param=param,
                 )
             case Outcome.LATE:

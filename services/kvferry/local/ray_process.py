@@ -18,7 +18,7 @@ from kvferry.local.processes import ProcessIdentity, belonging, wait_gone
 from kvferry.local.run_folder import RunFolder
 
 _HOST = "127.0.0.1"
-_START_TIMEOUT_S = 180.0
+_START_TIMEOUT_S = 900.0  # for what hangs: a Ray that gives up is noticed at once
 _END_TIMEOUT_S = 10.0
 # A port that another process took meanwhile; and Ray's own limit of 30 s for its node, which a busy machine exceeds.
 _TRANSIENT_FAULTS = (b"in use", b"timed out during startup")

@@ -16,6 +16,7 @@ from kvferry import __version__
 from kvferry.addresses import POD_UID_VARIABLE, join_host_port
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Engine
+from kvferry.engine.hang_detector import HangDetector
 from kvferry.engine.sim import SimEngine
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import EngineDead, KvferryError
@@ -28,7 +29,6 @@ from kvferry.shared_memory import record_shared_memory
 from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER
 from kvferry.tracing import Tracing, start_tracing
 from kvferry.worker.engine_floors import EngineFloors
-from kvferry.worker.hang_detector import HangDetector
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.residency_publisher import ResidencyPublisher
 from kvferry.worker.server import WorkerServer

@@ -15,21 +15,17 @@ from kvferry import model_folder
 from kvferry.engine.grammar_checks import GrammarChecks
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import InvalidRequest
-from kvferry.gateway import lifecycle
 from kvferry.gateway.lifecycle import build_renderer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("patient")]
 
 pytest.importorskip("vllm")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def renderer() -> AsyncIterator[VllmRenderer]:
+async def renderer(patient: None) -> AsyncIterator[VllmRenderer]:
     config = configuration.parse({"model": {"tool_parser": "hermes"}, "gateway": {"grammar_processes": 1}})
-    with pytest.MonkeyPatch.context() as patched:
-        # These tests are of the limit of CPU time; on a busy machine that of wall time would come first.
-        patched.setattr(lifecycle, "WALL_PER_CPU", 60.0)
-        made = await asyncio.to_thread(build_renderer, config, str(model_folder.resolve("default")))
+    made = await asyncio.to_thread(build_renderer, config, str(model_folder.resolve("default")))
     assert isinstance(made, VllmRenderer)
     made.start()
     yield made

@@ -31,9 +31,9 @@ from kvferry.engine.image_chats import AskedImage, ImageChat, ImageChats, Refuse
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from kvferry.gateway.lifecycle import build_renderer
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("patient")]
 
 pytest.importorskip("vllm")
 
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def renderer(folder: str) -> AsyncIterator[VllmRenderer]:
+async def renderer(folder: str, patient: None) -> AsyncIterator[VllmRenderer]:
     made = await asyncio.to_thread(build_renderer, configuration.parse(CONFIG), folder)
     assert isinstance(made, VllmRenderer)
     assert made.takes_images
@@ -388,7 +388,7 @@ async def test_texts_and_images_keep_the_template_that_the_gateway_read(folder: 
         pid = made._images._process.pid
         assert pid is not None
         psutil.Process(pid).kill()
-        await until(lambda: made._images._process._process.reading.done())  # type: ignore[union-attr]
+        await until(lambda: made._images._process._process.reading.done(), within_s=PATIENCE_S)  # type: ignore[union-attr]
         after = await made.render_chat(dict(text)), await render(made, FORMATS["png"])
         assert made._images._process.pid not in (pid, None)
     finally:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 
 pytestmark = pytest.mark.vllm
 
-LIMITS = ForkLimits(cpu_s=1.0, wall_s=60.0, memory_bytes=256 << 20)
+LIMITS = ForkLimits(cpu_s=1.0, wall_s=250.0, memory_bytes=256 << 20)
 LONG_LOOP = "{% for number in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
@@ -92,14 +92,14 @@ def test_a_template_that_refuses_ordinary_messages_by_itself_is_told_of(
     assert record.getMessage().isprintable()
 
 
-def test_the_check_takes_less_than_a_third_of_a_second(online: Any) -> None:
+def test_the_check_takes_less_than_a_third_of_a_second_of_cpu_time(online: Any) -> None:
     from kvferry.engine.vllm.template_check import check_template
 
     took_s = []
     for _ in range(3):
-        began_s = time.perf_counter()
+        began_s = sum(os.times()[:4])  # with forks that have ended
         check_template(online, ModelConfig())
-        took_s.append(time.perf_counter() - began_s)
+        took_s.append(sum(os.times()[:4]) - began_s)
     assert min(took_s) < 0.3
 
 

@@ -18,7 +18,7 @@ from kvferry import model_folder
 from support import gateway_without_gpu as gateway
 from support.all_models import ALL_MODELS
 
-pytestmark = [pytest.mark.vllm]
+pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm")
 
@@ -71,7 +71,7 @@ def run(way: str, tmp_path: Path, *quantizations: str) -> subprocess.CompletedPr
         env=gateway.environment(tmp_path / "packages"),
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -89,7 +89,7 @@ def test_arguments_of_engines_are_checked_without_a_gpu(tmp_path: Path) -> None:
         env=gateway.environment(tmp_path / "packages"),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -15,10 +17,18 @@ from kvferry.engine.fork_process import environment_of_process
 from kvferry.engine.forks import ForkLimits, ForkServer
 from kvferry.engine.grammar_checks import MAX_SPEC_BYTES, MAX_WAITING, STACK_BYTES, GrammarChecks
 from kvferry.errors import InvalidRequest, NotReady, Overloaded
-from support.waiting import until
+from support.waiting import until, until_async
 
 COMMAND = [sys.executable, "-m", "tests.support.grammar_process"]
-LIMITS = ForkLimits(cpu_s=0.3, wall_s=30.0, memory_bytes=256 << 20, stack_bytes=STACK_BYTES)
+PLENTY_S = 250.0  # for what hangs
+LIMITS = ForkLimits(cpu_s=0.3, wall_s=PLENTY_S, memory_bytes=256 << 20, stack_bytes=STACK_BYTES)
+# Is ready once there is the file that its first argument names, and uses CPU time until then.
+SLOW_START = """
+import os, pathlib, runpy, sys
+while not os.path.exists(sys.argv[1]):
+    pass
+runpy.run_module("tests.support.grammar_process", run_name="__main__")
+"""
 
 
 def made(limits: ForkLimits = LIMITS, num_processes: int = 2) -> GrammarChecks:
@@ -28,6 +38,7 @@ def made(limits: ForkLimits = LIMITS, num_processes: int = 2) -> GrammarChecks:
 @pytest.fixture
 async def checks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GrammarChecks]:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
+    monkeypatch.setattr(fork_process, "_SLOW_START_S", PLENTY_S)
     checks = made()
     yield checks
     await checks.close()
@@ -62,12 +73,15 @@ async def test_what_exhausts_a_fork_is_refused_and_ends_nothing_else(checks: Gra
     assert await refusal(checks, "spin") == (
         "response_format: compiling its grammar takes over 0.3 s of CPU time, the limit"
     )
-    for spec in ("allocate", "segfault", "recurse"):
+    assert await refusal(checks, "allocate") == (
+        "response_format: compiling its grammar takes over 256 MiB of memory, the limit"
+    )
+    for spec in ("segfault", "recurse"):
         assert "over 256 MiB of memory, or nests too deeply" in await refusal(checks, spec)
     await checks.check("ok again", param=None)
     assert pid_of(checks) == pid
     assert not forks_of(checks)
-    assert checks.outcomes == {"ok": 2, "cpu_time": 1, "crashed": 3} or checks.outcomes["memory"] == 1
+    assert checks.outcomes == {"ok": 2, "cpu_time": 1, "memory": 1, "crashed": 2}
 
 
 async def test_a_fork_that_waits_is_killed_and_its_verdict_forgotten(checks: GrammarChecks) -> None:
@@ -97,7 +111,7 @@ async def test_one_who_leaves_does_not_end_the_check_of_another(checks: GrammarC
 async def test_no_more_run_and_wait_than_are_allowed(checks: GrammarChecks) -> None:
     await checks.check("ok", param=None)
     held = [asyncio.create_task(checks.check(f"wait {i}", param=None)) for i in range(2 + MAX_WAITING)]
-    await until(lambda: len(forks_of(checks)) == 2)
+    await until(lambda: len(forks_of(checks)) == 2, within_s=PLENTY_S)
     with pytest.raises(Overloaded, match=f"{MAX_WAITING} grammars wait"):
         await checks.check("ok again", param=None)
     assert len(forks_of(checks)) == 2
@@ -131,11 +145,61 @@ async def test_a_process_that_does_not_start_is_tried_again_later_and_later(
     checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = GrammarChecks([sys.executable, "-c", "0"], LIMITS, num_processes=1)
-    with pytest.raises(NotReady, match="does not start"):
+    with pytest.raises(NotReady, match="does not start: it ended"):
         await broken.check("ok", param=None)
     with pytest.raises(NotReady, match="starts again soon"):
         await broken.check("ok", param=None)
     await broken.close()
+
+
+async def test_a_slow_start_is_waited_for_and_requests_are_refused_meanwhile(
+    checks: GrammarChecks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fork_process, "_SLOW_START_S", 0.0)
+    monkeypatch.setattr(fork_process, "_START_PERIOD_S", 0.01)
+    caplog.set_level(logging.INFO, fork_process.__name__)
+    may_start = tmp_path / "may start"
+    slow = GrammarChecks([sys.executable, "-c", SLOW_START, str(may_start)], LIMITS, num_processes=1)
+
+    async def refused() -> float:
+        with pytest.raises(NotReady) as caught:
+            await slow.check("ok", param=None)
+        so_far = re.search(r"has been starting for \d+ s and had (\S+) s of CPU time$", caught.value.message)
+        assert so_far is not None
+        assert caught.value.retry_after_s is not None
+        return float(so_far[1])
+
+    async def has_used_cpu_time() -> bool:
+        return await refused() > 0.1
+
+    await until_async(has_used_cpu_time, within_s=PLENTY_S)
+    (record,) = caplog.records
+    assert "has been starting" in record.getMessage()
+    may_start.touch()
+    await until(lambda: slow._process.pid is not None, within_s=PLENTY_S)
+    await slow.check("ok", param=None)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    await slow.close()
+
+
+@pytest.mark.parametrize(
+    ("constant", "program", "why"),
+    [
+        ("_STILL_START_S", "import signal; signal.pause()", r"it used no CPU time for 0\.2 s"),
+        ("_MOST_START_CPU_S", "while True: pass", r"it used \S+ s of CPU time"),
+    ],
+)
+async def test_a_start_that_hangs_is_ended(
+    constant: str, program: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_process, constant, 0.2)
+    monkeypatch.setattr(fork_process, "_START_PERIOD_S", 0.01)
+    before = set(psutil.Process().children())
+    hung = GrammarChecks([sys.executable, "-c", program], LIMITS, num_processes=1)
+    with pytest.raises(NotReady, match=f"does not start: {why}"):
+        await hung.check("ok", param=None)
+    assert set(psutil.Process().children()) <= before
+    await hung.close()
 
 
 async def test_the_process_has_no_secrets_and_forks_no_connection(
@@ -158,13 +222,13 @@ async def test_a_fork_can_neither_answer_for_others_nor_write_a_log(checks: Gram
 async def test_forks_and_process_end_with_the_one_that_asks(checks: GrammarChecks) -> None:
     await checks.check("ok", param=None)
     held = asyncio.create_task(checks.check("wait", param=None))
-    await until(lambda: len(forks_of(checks)) == 1)
+    await until(lambda: len(forks_of(checks)) == 1, within_s=PLENTY_S)
     process = psutil.Process(pid_of(checks))
     (fork,) = forks_of(checks)
     assert checks._process._process is not None
     checks._process._process.writer.close()  # as the end of this process would
-    await until(lambda: not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE)
-    await until(lambda: process.status() == psutil.STATUS_ZOMBIE)
+    await until(lambda: not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE, within_s=PLENTY_S)
+    await until(lambda: process.status() == psutil.STATUS_ZOMBIE, within_s=PLENTY_S)
     with pytest.raises(NotReady):
         await held
 

@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError, printable
 
 log = logging.getLogger(__name__)
 
-LIMITS = ForkLimits(cpu_s=10.0, wall_s=40.0, memory_bytes=1 << 30)
+LIMITS = ForkLimits(cpu_s=10.0, wall_s=300.0, memory_bytes=1 << 30)
 _USER = {"role": "user", "content": "warmup"}  # as vLLM renders without a limit
 _SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 _CHATS = ([_USER], [_SYSTEM, _USER])  # some templates require a system message, and some take none

@@ -1,13 +1,14 @@
-"""Detects a hung engine: its process lives, requests wait, and nothing progresses. Pure.
+"""Detects a hung process, such as an engine's: it lives, has work, and nothing progresses. Pure.
 
-A single step longer than the timeout is taken for a hang; on a CPU one prefill chunk was seen to take 30 s.
+A single step of an engine that is longer than the timeout is taken for a hang; on a CPU one prefill chunk was seen to
+take 30 s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
-# Limits the gap between two calls: a worker that was itself stopped knows nothing about its engine.
+# Limits the gap between two calls: a process that was itself stopped knows nothing about the other one.
 MAX_GAP_S = 2.0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.worker.hang_detector import MAX_GAP_S, HangDetector
+from kvferry.engine.hang_detector import MAX_GAP_S, HangDetector
 
 
 def test_an_engine_that_stands_still_while_requests_wait_is_hung() -> None:

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.engine import fork_process
+from kvferry.gateway import lifecycle
+from support.waiting import PATIENCE_S
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[None]:
+    """Let requests wait for starts and forks, however slow they are: CPU time alone limits them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fork_process, "_SLOW_START_S", float(PATIENCE_S))
+        patched.setattr(lifecycle, "WALL_PER_CPU", float(PATIENCE_S))
+        yield
