@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from bench.results import BenchFailed
 from bench.retention import AuditedTier, audit
 from kvferry.tenancy.contract import TierContract, TierSettings
 from kvferry.tenancy.outcome import Cause, Refusal
@@ -369,7 +370,7 @@ def test_the_audit_finds_a_page_that_a_floor_protects(monkeypatch: pytest.Monkey
 
     store = Retention.store
     monkeypatch.setattr(Retention, "store", seize)
-    with pytest.raises(AssertionError):
+    with pytest.raises(BenchFailed, match=r"seed 1, tier .*, operation "):
         audit(20_000, seed=1)
 
 
