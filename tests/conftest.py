@@ -23,9 +23,10 @@ import kvferry.engine.vllm.engine
 from bench.vllm_engines import VllmPair, start_pair
 from kvferry.addresses import free_port
 
-# A machine that does other work too is slow, not wrong.
-hypothesis.settings.register_profile("kvferry", deadline=None)
-hypothesis.settings.load_profile("kvferry")
+# A machine that does other work too is slow, not wrong. Tests with many examples take these numbers, or a part of them.
+hypothesis.settings.register_profile("kvferry", deadline=None, max_examples=100)
+hypothesis.settings.register_profile("kvferry-full", deadline=None, max_examples=300)
+hypothesis.settings.load_profile("kvferry-full" if os.environ.get("KVFERRY_FULL") == "1" else "kvferry")
 
 
 _exit_status = 0

@@ -128,5 +128,5 @@ class QueueMachine(RuleBasedStateMachine):
         assert abs(sum(self.queue.served_ms.values()) - self.measured_ms) < 1e-3
 
 
-QueueMachine.TestCase.settings = settings(max_examples=100, deadline=None)
+QueueMachine.TestCase.settings = settings(max_examples=settings.default.max_examples // 3)
 TestQueueMachine = QueueMachine.TestCase

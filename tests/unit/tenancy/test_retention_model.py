@@ -349,7 +349,7 @@ class RetentionMachine(RuleBasedStateMachine):
 
 
 TestRetention = RetentionMachine.TestCase
-TestRetention.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestRetention.settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=60)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
