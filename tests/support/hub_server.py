@@ -81,6 +81,7 @@ class Hub:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each body waits 40 ms for the client to acknowledge its head
     hub: Hub
 
     def log_message(self, format: str, *args: Any) -> None:
