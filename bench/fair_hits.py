@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from bench.live_cluster import MODEL, config_of, running
+from bench.results import BenchFailed
 from bench.routing import BLOCK, VOCABULARY, Request, make_conversations, paced, read_trace
 
 NUM_TENANTS = 4
@@ -40,7 +41,10 @@ def tenant_of(request: Request) -> int:
 
 
 async def hit_share(requests: Sequence[Request], *, with_tenants: bool) -> float:
-    """Return the part of all prompt tokens that no engine computed, by the usage that clients are told."""
+    """Return the part of all prompt tokens that no engine computed, by the usage that clients are told.
+
+    Raises an ExceptionGroup with a BenchFailed for the first request that fails.
+    """
     async with running(config_of(has_tenants=with_tenants), 2) as cluster:
         keys = [""] * NUM_TENANTS
         for number in range(NUM_TENANTS if with_tenants else 0):
@@ -58,17 +62,20 @@ async def hit_share(requests: Sequence[Request], *, with_tenants: bool) -> float
                     "model": MODEL, "prompt": list(request.tokens), "max_tokens": request.max_tokens,
                     "temperature": 0, "ignore_eos": True,
                 }  # fmt: skip
-                answer = await http.post(
-                    f"{urls[number % len(urls)]}/v1/completions",
-                    json=body,
-                    headers={"authorization": f"Bearer {key}"} if key else {},
-                )
+                url = f"{urls[number % len(urls)]}/v1/completions"
+                headers = {"authorization": f"Bearer {key}"} if key else {}
+                try:
+                    answer = await http.post(url, json=body, headers=headers)
+                except httpx.TransportError as error:
+                    raise BenchFailed(f"hits, request {number}: {type(error).__name__}: {error}") from error
                 if answer.status_code != 200:
-                    raise RuntimeError(f"{answer.status_code}: {answer.text[:200]}")
+                    raise BenchFailed(f"hits, request {number}: {answer.status_code}: {answer.text[:200]}")
                 usage = json.loads(answer.content)["usage"]
                 return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
-            answered = await asyncio.gather(*(ask(number, request) for number, request in enumerate(requests)))
+            async with asyncio.TaskGroup() as tasks:
+                asking = [tasks.create_task(ask(number, request)) for number, request in enumerate(requests)]
+            answered = [task.result() for task in asking]
     return sum(cached for _, cached in answered) / sum(num_tokens for num_tokens, _ in answered)
 
 

@@ -1,20 +1,20 @@
 """Shares of tenants on a live cluster: simulated engines, real gateways, workers, links and HTTP, in one process.
 
 Premium comes through one gateway, all others through the rest. Shares are counted in ms that the engines measured.
-The last line on stdout is one JSON object; everything else goes to stderr.
+Each figure is a line of JSON on stdout when it is measured, and the last line has all; everything else goes to stderr.
+The first request that fails ends the benchmark with exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import random
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rich.table import Table
 
 from bench.fair_hits import measure_hits
 from bench.live_cluster import TOKENS_PER_S, Cluster, config_of, real_config, running
+from bench.results import BenchFailed, Results, run_benchmark
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry_loadtest.machine import machine_line
 
@@ -43,6 +44,7 @@ class Client:
         self.prompt_tokens = PROMPT_TOKENS, PROMPT_TOKENS  # from and to
         self._model = model
         self._tenant = tenant
+        self._num_sent = 0
         self._rng = random.Random(seed)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.AsyncClient(
@@ -64,10 +66,15 @@ class Client:
         num_tokens = self._rng.randint(*self.prompt_tokens)
         prompt = f"{self._tenant}-{self._rng.getrandbits(48)} " + " ".join(f"w{i}" for i in range(num_tokens - 1))
         body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+        self._num_sent += 1
+        name = f"tenant {self._tenant}, request {self._num_sent}"
         begun_s = time.perf_counter()
-        answer = await self._http.post("/v1/completions", json=body)
+        try:
+            answer = await self._http.post("/v1/completions", json=body)
+        except httpx.TransportError as error:
+            raise BenchFailed(f"{name}: {type(error).__name__}: {error}") from error
         if answer.status_code != 200:
-            raise RuntimeError(f"{answer.status_code}: {answer.text[:200]}")
+            raise BenchFailed(f"{name}: {answer.status_code}: {answer.text[:200]}")
         self.latencies_s.append(time.perf_counter() - begun_s)
 
     async def flood(self, num_at_once: int) -> None:
@@ -101,18 +108,14 @@ async def clients_of(cluster: Cluster, tenants: Sequence[tuple[str, float, int]]
     return clients
 
 
-async def during(loads: Sequence[Awaitable[None]], body: Callable[[], Awaitable[Any]]) -> Any:
-    tasks = [asyncio.ensure_future(load) for load in loads]
-    try:
+async def during(loads: Sequence[Coroutine[Any, Any, None]], body: Callable[[], Awaitable[Any]]) -> Any:
+    """Return what `body` does under load. Raises an ExceptionGroup at the first request that fails."""
+    async with asyncio.TaskGroup() as tasks:
+        loading = [tasks.create_task(load) for load in loads]
         await asyncio.sleep(WARM_UP_S)
         result = await body()
-    finally:
-        for task in tasks:
+        for task in loading:
             task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-    for error in ended:
-        if isinstance(error, Exception) and not isinstance(error, asyncio.CancelledError):
-            raise error
     return result
 
 
@@ -211,12 +214,17 @@ async def measure_small_tenants(num_tenants: int, seconds: float) -> tuple[float
     return found[0], found[1]
 
 
-async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+async def measure(arguments: argparse.Namespace, results: Results, console: Console) -> None:
+    if arguments.real:
+        share = await measure_real_shares(arguments.seconds)
+        results.add({"share": round(share, 4), "share_error": round(abs(share / 0.8 - 1), 4)})
+        return
     table = Table("gateways", "share of 0.800", "10 s windows", "0.25:1 asked (0.200)", "idle with backlog")
     shares = []
     for num_gateways in (1, 2, 4):
         found = await measure_shares(num_gateways, arguments.seconds)
         shares.append(found)
+        results.add({"shares": {str(num_gateways): {name: round(value, 4) for name, value in found.items()}}})
         table.add_row(
             str(num_gateways),
             f"{found['share']:.3f}",
@@ -225,27 +233,29 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
             f"{found['idle_with_backlog']:.4f}",
         )
     console.print(table)
-    ratios = []
-    for prompt_tokens in ((PROMPT_TOKENS, PROMPT_TOKENS), LONG_PROMPT_TOKENS):
+    results.add(
+        {
+            "share_error_max": round(max(abs(each["share"] / 0.8 - 1) for each in shares), 4),
+            "share_after_change_error_max": round(max(abs(each["after_change"] / 0.2 - 1) for each in shares), 4),
+            "idle_with_backlog": round(max(each["idle_with_backlog"] for each in shares), 4),
+        }
+    )
+    for name, prompt_tokens in (
+        ("ttft_p99_vs_alone", (PROMPT_TOKENS, PROMPT_TOKENS)),
+        ("ttft_p99_vs_alone_long_prompts", LONG_PROMPT_TOKENS),
+    ):
         beside_s, alone_s = await measure_under_share(arguments.seconds, prompt_tokens)
-        ratios.append(round(beside_s / alone_s, 2))
+        results.add({name: round(beside_s / alone_s, 2)})
         console.print(
             f"a tenant at a third of its share, prompts of {prompt_tokens[0]} to {prompt_tokens[1]} tokens:"
             f" p99 {beside_s * 1e3:.0f} ms, alone {alone_s * 1e3:.0f} ms"
         )
     flooded_s, calm_s = await measure_small_tenants(arguments.tenants, arguments.seconds)
-    hits, plain_hits = await measure_hits(arguments.trace, arguments.requests)
-    console.print(f"hits of prompt tokens: {hits:.1%}, without tenants {plain_hits:.1%}")
+    results.add({"small_tenants_p99_vs_calm": round(flooded_s / calm_s, 2)})
     console.print(f"{arguments.tenants} small tenants: p99 {flooded_s * 1e3:.0f} ms, without {calm_s * 1e3:.0f} ms")
-    return {
-        "share_error_max": round(max(abs(each["share"] / 0.8 - 1) for each in shares), 4),
-        "share_after_change_error_max": round(max(abs(each["after_change"] / 0.2 - 1) for each in shares), 4),
-        "ttft_p99_vs_alone": ratios[0],
-        "ttft_p99_vs_alone_long_prompts": ratios[1],
-        "small_tenants_p99_vs_calm": round(flooded_s / calm_s, 2),
-        "hits_vs_locality_points": round(100 * (hits - plain_hits), 2),
-        "idle_with_backlog": round(max(each["idle_with_backlog"] for each in shares), 4),
-    }
+    hits, plain_hits = await measure_hits(arguments.trace, arguments.requests)
+    results.add({"hits_vs_locality_points": round(100 * (hits - plain_hits), 2)})
+    console.print(f"hits of prompt tokens: {hits:.1%}, without tenants {plain_hits:.1%}")
 
 
 def main() -> int:
@@ -258,14 +268,12 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console(stderr=True, width=140)
     logging.disable(logging.WARNING)  # links that end with each cluster
-    console.print(machine_line())
-    if arguments.real:
-        share = asyncio.run(measure_real_shares(arguments.seconds))
-        result = {"share": round(share, 4), "share_error": round(abs(share / 0.8 - 1), 4)}
-    else:
-        result = asyncio.run(measure(arguments, console))
-    print(json.dumps(result))
-    return 0
+
+    def run(results: Results) -> None:
+        results.add({"machine": machine_line()})
+        asyncio.run(measure(arguments, results, console))
+
+    return run_benchmark("bench-fairness", run)
 
 
 if __name__ == "__main__":

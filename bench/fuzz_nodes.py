@@ -178,8 +178,9 @@ class NodesStage:
             self._end(nodes)
         except Exception:
             self._tally.crashes.append(f"three nodes: {traceback.format_exc()}")
-        for node in nodes:
-            node.volume.close()
+        finally:
+            for node in nodes:
+                node.volume.close()
 
     # What a node does, in its thread
 

@@ -12,12 +12,11 @@ a second writer on the same chunks. Then the chunk is read. Others are operation
 with keys that rotate and nodes that vanish (`bench/fuzz_nodes.py`). Mutations are counted by kind and by the outcome of
 the read (or of the write, if the fault is in the write).
 
-`wrong_pages` are deliveries of other bytes than were written under that key, layout, tenant and epoch,
-`destroyed_pages` good chunks that another node moved or removed, `over_capacity` moments at which a node's files had
-more bytes than its capacity. `crashes` are exceptions of a volume, broken invariants, and writers that ended by
-themselves.
+The first of these ends the benchmark with exit code 1: a delivery of other bytes than were written under that key,
+layout, tenant and epoch; a good chunk that another node moved or removed; a moment at which a node's files had more
+bytes than its capacity; an exception of a volume, a broken invariant, or a writer that ended by itself.
 
-The last line is one JSON object; the exit code is 1 if anything was wrong.
+Counts are a line of JSON on stdout after each stage, and the last line has all.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import errno
-import json
 import logging
 import os
 import random
@@ -49,6 +47,7 @@ from rich.table import Table
 
 from bench.fuzz_nodes import NodesStage, shared_chunk
 from bench.fuzzed_chunks import NAMESPACES, SMALL, Tally, truth
+from bench.results import BenchFailed, Results, run_benchmark
 from kvferry.store import chunk_file, paths
 from kvferry.store.chunk_file import HEADER_BYTES
 from kvferry.store.direct_io import Fault, FaultyIo, Operation, aligned_buffer
@@ -573,45 +572,62 @@ def child(folder: str, writer: str, seed: str, piece_bytes: str) -> None:
 def fuzz(
     num_mutations: int,
     folder: Path,
+    results: Results,
     seed: int = 1,
     *,
     advance: Callable[[], None] = lambda: None,
     volume_class: type[Volume] = Volume,
-) -> dict[str, Any]:
-    """Run all stages below `folder`; return the JSON object, without the machine."""
+) -> None:
+    """Run all stages below `folder`, and add their counts. Raises BenchFailed where something is wrong."""
     begin_s = time.monotonic()
     tally = Tally()
+
+    def look() -> None:
+        if finding := tally.finding():
+            raise BenchFailed(f"seed {seed}: {finding}")
+
+    def add() -> None:
+        by_cause = {cause: dict(sorted(outcomes.items())) for cause, outcomes in sorted(tally.by_cause.items())}
+        seconds = round(time.monotonic() - begin_s, 1)
+        results.add({"mutations": tally.num_mutations, "by_cause": by_cause, "seconds": seconds})
+
+    for stage in _stages(num_mutations, folder, seed, tally, volume_class):
+        try:
+            for _ in stage:
+                look()
+                advance()
+            look()
+        finally:
+            add()
+
+
+def _stages(
+    num_mutations: int, folder: Path, seed: int, tally: Tally, volume_class: type[Volume]
+) -> Iterator[Iterator[None]]:
+    """Yield the stages; each one yields after each mutation."""
     seeded = random.Random(seed)
     num_kills = min(num_mutations, max(MIN_KILLS, round(num_mutations * KILLS_SHARE)))
+    yield KillStage(folder / "killed", seed, tally, volume_class).run(num_kills)
     num_shared = round(num_mutations * TWO_WRITERS_SHARE)
-    for stage, count in (
-        (KillStage(folder / "killed", seed, tally, volume_class), num_kills),
-        (SharedStage(folder / "shared", seed, tally, volume_class), num_shared),
-        (NodesStage(folder / "nodes", seed, tally, volume_class), round(num_mutations * THREE_NODES_SHARE)),
-    ):
-        for _ in stage.run(count):
-            advance()
+    yield SharedStage(folder / "shared", seed, tally, volume_class).run(num_shared)
+    num_of_nodes = round(num_mutations * THREE_NODES_SHARE)
+    yield NodesStage(folder / "nodes", seed, tally, volume_class).run(num_of_nodes)
+    yield _damage(max(0, num_mutations - tally.num_mutations), folder, seeded, tally, volume_class)
+
+
+def _damage(
+    num_mutations: int, folder: Path, seeded: random.Random, tally: Tally, volume_class: type[Volume]
+) -> Iterator[None]:
     stages = [
         Stage(folder / name, seeded, tally, volume_class, is_sealed=name == "sealed") for name in ("plain", "sealed")
     ]
-    for i in range(max(0, num_mutations - tally.num_mutations)):
+    for i in range(num_mutations):
         # In turn, so that a short run tries all kinds.
         causes = stages[0].causes
         stages[seeded.random() < 0.35].mutate(causes[i % len(causes)])
-        advance()
-    for stage_to_close in stages:
-        stage_to_close.close()
-    return {
-        "mutations": tally.num_mutations,
-        "wrong_pages": tally.num_wrong_chunks,
-        "destroyed_pages": tally.num_destroyed_chunks,
-        "over_capacity": tally.num_over_capacity,
-        "crashes": len(tally.crashes),
-        "by_cause": {cause: dict(sorted(outcomes.items())) for cause, outcomes in sorted(tally.by_cause.items())},
-        "seconds": round(time.monotonic() - begin_s, 1),
-        "seed": seed,
-        "first_crashes": tally.crashes[:3],
-    }
+        yield
+    for stage in stages:
+        stage.close()
 
 
 def memory_folder() -> Path | None:
@@ -629,18 +645,7 @@ def show(results: dict[str, Any], console: Console) -> None:
         listed = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items(), key=lambda i: -i[1]))
         table.add_row(cause, str(sum(outcomes.values())), listed)
     console.print(table)
-    for crash in results["first_crashes"]:
-        console.print(crash, style="red", markup=False)
-    console.print(
-        f"{results['mutations']:,} mutations in {results['seconds']} s: {results['wrong_pages']} wrong pages, "
-        f"{results['destroyed_pages']} destroyed, {results['over_capacity']} times over capacity, "
-        f"{results['crashes']} crashes",
-        style="red" if has_findings(results) else "green",
-    )
-
-
-def has_findings(results: dict[str, Any]) -> bool:
-    return any(results[name] for name in ("wrong_pages", "destroyed_pages", "over_capacity", "crashes"))
+    console.print(f"{results['mutations']:,} mutations in {results['seconds']} s, and nothing was wrong", style="green")
 
 
 def main() -> int:
@@ -665,18 +670,18 @@ def main() -> int:
     logging.getLogger("kvferry.store").setLevel(logging.ERROR)
     folder = Path(tempfile.mkdtemp(prefix="kvferry-fuzz-", dir=options.folder or memory_folder()))
     columns = (TextColumn("mutations"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    try:
+
+    def measure(results: Results) -> None:
+        results.add({"seed": options.seed, "machine": machine_line()})
         with Progress(*columns, console=console) as bar:
             task = bar.add_task("mutations", total=options.mutations)
-            results = fuzz(options.mutations, folder, options.seed, advance=lambda: bar.advance(task))
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return 130
+            fuzz(options.mutations, folder, results, options.seed, advance=lambda: bar.advance(task))
+        show(results.figures, console)
+
+    try:
+        return run_benchmark("fuzz-tier", measure)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    show(results, console)
-    print(json.dumps(results | {"machine": machine_line()}), flush=True)
-    return 1 if has_findings(results) else 0
 
 
 if __name__ == "__main__":

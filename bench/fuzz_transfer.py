@@ -3,7 +3,7 @@
     make fuzz-transfer N=1000
 
 Every answer must be that of the decode engine alone, token for token (float32, greedy), and both engines must hold no
-page in the end.
+page in the end. The first wrong answer, and the first request that the decode engine fails, end it with exit code 1.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.progress import Progress
 
 from bench.machine_turn import machine_turn
+from bench.results import BenchFailed, Results, run_benchmark
 from bench.vllm_engines import VllmPair, answer, child_processes, prefill, start_pair
 from kvferry.engine.base import EngineRequest, RequestId, Sampling, TransferParams
 from kvferry.engine.vllm import arguments as engine_arguments
@@ -49,7 +49,6 @@ MIN_WHOLE = 0.3  # of transfers
 @dataclass
 class Outcome:
     transfers: int = 0
-    wrong_answers: int = 0
     whole: int = 0  # whose prompt came through NIXL
     recomputed: int = 0
     cancelled: int = 0
@@ -78,6 +77,7 @@ class Fuzz:
             self._expected.append((await answer(self.pair.decode, request))[0])
 
     async def transfer(self, number: int) -> None:
+        """Raises BenchFailed for an answer that is wrong, or that the decode engine fails to give."""
         which = self._draws.randrange(NUM_PROMPTS)
         prompt, outcome = self._prompts[which], self.outcome
         await self._is_prefill_up.wait()
@@ -100,9 +100,14 @@ class Fuzz:
         try:
             tokens, last = await answering
         except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # another transfer failed
             outcome.cancelled += 1
             return
-        outcome.wrong_answers += tokens != self._expected[which]
+        except KvferryError as error:
+            raise BenchFailed(f"transfer {number}, fault {fault}: {error.message}") from error
+        if tokens != self._expected[which]:
+            raise BenchFailed(f"transfer {number}, fault {fault}: {tokens} instead of {self._expected[which]}")
         if last.sources is not None and last.sources.external_kv_transfer >= len(prompt):
             outcome.whole += 1
         else:
@@ -149,10 +154,14 @@ class Fuzz:
         return held
 
 
-async def run(num_transfers: int, num_deaths: int, seed: int, odds: float, progress: Progress) -> dict[str, Any]:
+async def run(
+    num_transfers: int, num_deaths: int, seed: int, odds: float, results: Results, progress: Progress
+) -> None:
     engine_arguments.CONNECTOR_MODULE = vllm_engine.CONNECTOR_MODULE = "bench.faulty_transfers"
     engine_arguments.CONNECTOR_CLASS = vllm_engine.CONNECTOR_CLASS = "FaultyConnector"
     os.environ[FAULTS_VARIABLE] = json.dumps({"seed": seed, "odds": odds})
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    results.add({"machine": machine, "seed": seed, "odds": odds})
     task = progress.add_task("engines start", total=num_transfers)
     children: set[int] = set()
 
@@ -161,8 +170,8 @@ async def run(num_transfers: int, num_deaths: int, seed: int, odds: float, progr
 
     pair = await start_pair(transfer_lease_s=LEASE_S, on_prefill=note_prefill)
     begun_s = time.monotonic()
+    fuzz = Fuzz(pair, seed)
     try:
-        fuzz = Fuzz(pair, seed)
         await fuzz.learn()
         numbers = iter(range(num_transfers))
         dies_at = {num_transfers * (i + 1) // (num_deaths + 1) for i in range(num_deaths)}
@@ -173,23 +182,19 @@ async def run(num_transfers: int, num_deaths: int, seed: int, odds: float, progr
                 if number in dies_at:
                     children = await fuzz.kill_prefill(children)
                 await fuzz.transfer(number)
-                progress.update(task, advance=1, description=f"{fuzz.outcome.wrong_answers} wrong answers")
+                progress.update(task, advance=1, description="transfers")
 
-        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
-        prefill_pages, decode_pages = await fuzz.held_pages()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(AT_ONCE):
+                tasks.create_task(work())
+        held = await fuzz.held_pages()
     finally:
+        results.add({**vars(fuzz.outcome), "seconds": round(time.monotonic() - begun_s, 1)})
         await pair.stop()
-    outcome = fuzz.outcome
-    return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "seed": seed,
-        "odds": odds,
-        "seconds": round(time.monotonic() - begun_s, 1),
-        **{name: getattr(outcome, name) for name in ("transfers", "wrong_answers", "whole", "recomputed")},
-        **{name: getattr(outcome, name) for name in ("cancelled", "lost", "deaths")},
-        "spoilt": dict(outcome.spoilt),
-        "rows_leaked": prefill_pages + decode_pages,
-    }
+    if any(held):
+        raise BenchFailed(f"the prefill and the decode engine hold {held[0]} and {held[1]} pages in the end")
+    if fuzz.outcome.whole < MIN_WHOLE * fuzz.outcome.transfers:
+        raise BenchFailed(f"only {fuzz.outcome.whole} transfers were whole: wrong bytes would not show")
 
 
 def main() -> int:
@@ -200,19 +205,12 @@ def main() -> int:
     parser.add_argument("--odds", type=float, default=0.04, help="of a fault, for each call (default: %(default)s)")
     given = parser.parse_args()
     console = Console(stderr=True)
-    with machine_turn(console), Progress(console=console) as progress:
-        try:
-            result = asyncio.run(run(given.transfers, given.deaths, given.seed, given.odds, progress))
-        except KvferryError as error:
-            console.print(error.message)
-            return 2
-    print(json.dumps(result), flush=True)
-    if result["whole"] < MIN_WHOLE * result["transfers"]:
-        console.print(
-            f"only {result['whole']} of {result['transfers']} transfers were whole: wrong bytes would not show"
-        )
-        return 1
-    return 1 if result["wrong_answers"] or result["rows_leaked"] else 0
+
+    def measure(results: Results) -> None:
+        with machine_turn(console), Progress(console=console) as progress:
+            asyncio.run(run(given.transfers, given.deaths, given.seed, given.odds, results, progress))
+
+    return run_benchmark("fuzz-transfer", measure)
 
 
 if __name__ == "__main__":

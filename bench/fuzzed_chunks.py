@@ -19,6 +19,7 @@ class Tally:
 
     by_cause: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     num_mutations: int = 0
+    last: str = ""  # cause and outcome
     num_wrong_chunks: int = 0
     num_destroyed_chunks: int = 0
     num_over_capacity: int = 0
@@ -27,6 +28,22 @@ class Tally:
     def count(self, cause: str, outcome: str) -> None:
         self.by_cause[cause][outcome] += 1
         self.num_mutations += 1
+        self.last = f"{cause}: {outcome}"
+
+    def finding(self) -> str:
+        """Return what was wrong so far, with the last mutation; empty if nothing was."""
+        counts = {
+            "wrong pages delivered": self.num_wrong_chunks,
+            "good pages destroyed": self.num_destroyed_chunks,
+            "times over capacity": self.num_over_capacity,
+            "crashes": len(self.crashes),
+        }
+        found = [f"{count} {what}" for what, count in counts.items() if count]
+        if not found:
+            return ""
+        return f"{', '.join(found)} after mutation {self.num_mutations} ({self.last})" + "".join(
+            f"\n{crash}" for crash in self.crashes[:1]
+        )
 
 
 def truth(layout: ChunkLayout, chunk: ChunkId) -> bytes:

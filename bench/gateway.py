@@ -10,8 +10,9 @@ whose ids the sim engines take as they are, since their vocabulary is larger. Wi
 it, and the result says so. Membership is a registry in each process's memory, filled once: no etcd, whose lease traffic
 a gateway sees once in seconds.
 
-The last line on stdout is one JSON object; everything else goes to stderr. `--peer-url` measures another server of the
-same API with the same client in the same run.
+Each run's figures are a line of JSON on stdout when it ends, and the last line has all; everything else goes to stderr.
+The first request that fails ends the benchmark with exit code 1. `--peer-url` measures another server of the same API
+with the same client in the same run.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from bench.results import BenchFailed, Results, run_benchmark
 from kvferry import collector, model_folder
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
@@ -242,7 +244,7 @@ class Children:
         self._children: list[subprocess.Popen[str]] = []
 
     def start(self, role: str, spec: dict[str, Any]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-        """The process and the first thing it says. Raises SystemExit with the end of its log."""
+        """The process and the first thing it says. Raises BenchFailed with the end of its log."""
         log = self._folder / f"{role}-{len(self._children)}.log"
         with log.open("wb") as output:
             child = subprocess.Popen(
@@ -257,7 +259,7 @@ class Children:
         line = child.stdout.readline()
         if not line:
             child.wait()
-            raise SystemExit(f"{role} ended: {log.read_text(errors='replace')[-2000:]}")
+            raise BenchFailed(f"{role} ended: {log.read_text(errors='replace')[-2000:].strip()}")
         return child, json.loads(line)
 
     def end(self) -> None:
@@ -281,9 +283,7 @@ class Load:
         self.case = case
         self.host, self.port, self.path, self.model = host, port, path, model
         self.num_started = 0
-        self.num_good = 0
         self.num_events = 0
-        self.statuses: Counter[str] = Counter()
         self.ttft_s: list[float] = []
         self.latency_s: list[float] = []
         self.inter_token_s: list[float] = []
@@ -312,12 +312,12 @@ class Load:
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time, over and over."""
+    """One request at a time, over and over. `ended` raises BenchFailed where one fails."""
 
     def __init__(self, load: Load, *, quick_ack: bool) -> None:
         self._load = load
         self._quick_ack = quick_ack
-        self.ended = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
@@ -326,13 +326,15 @@ class Connection(asyncio.Protocol):
 
     def _next(self) -> None:
         body = self._load.next_body()
-        self._open = body is not None
         if body is None:
+            self.ended.set_result(None)
             self._transport.close()
             return
+        self._number = self._load.num_started
         self._head = b""
         self._in_head = True
         self._tail = b""
+        self._refusal = b""
         self._num_events = 0
         self._first_s = 0.0
         self._sent_s = time.perf_counter()
@@ -353,6 +355,8 @@ class Connection(asyncio.Protocol):
             self._status = lines[0].split(b" ")[1].decode()
             length = [line.split(b":")[1] for line in lines if line.startswith(b"content-length:")]
             self._missing = int(length[0]) if length else None
+        if self._status != "200":
+            self._refusal += data
         num_events = data.count(b"data: {")
         if not self._first_s and (num_events or not self._load.case.stream):
             self._first_s = now
@@ -368,23 +372,27 @@ class Connection(asyncio.Protocol):
 
     def _finish(self, now: float) -> None:
         load, case = self._load, self._load.case
+        if self._status != "200":
+            self._fail(f"{self._status}: {self._refusal[:200].decode(errors='replace')}")
+            return
         # A stream that broke off has fewer events than tokens (some servers send one for two tokens now and then).
-        whole = not case.stream or self._num_events >= case.max_tokens // 2
-        load.statuses[self._status if whole else "cut short"] += 1
-        if self._status == "200" and whole:
-            load.num_good += 1
-            load.num_events += self._num_events
-            load.ttft_s.append(self._first_s - self._sent_s)
-            load.latency_s.append(now - self._sent_s)
-            if case.stream and case.max_tokens > 1:
-                load.inter_token_s.append((now - self._first_s) / (case.max_tokens - 1))
+        if case.stream and self._num_events < case.max_tokens // 2:
+            self._fail(f"cut short after {self._num_events} events")
+            return
+        load.num_events += self._num_events
+        load.ttft_s.append(self._first_s - self._sent_s)
+        load.latency_s.append(now - self._sent_s)
+        if case.stream and case.max_tokens > 1:
+            load.inter_token_s.append((now - self._first_s) / (case.max_tokens - 1))
         self._next()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._open:
-            self._load.statuses["connection lost"] += 1
         if not self.ended.done():
-            self.ended.set_result(None)
+            self._fail("the connection was lost")
+
+    def _fail(self, reason: str) -> None:
+        self.ended.set_exception(BenchFailed(f"request {self._number}: {reason}"))
+        self._transport.close()
 
 
 async def run_client(spec: dict[str, Any]) -> None:
@@ -402,18 +410,22 @@ async def run_client(spec: dict[str, Any]) -> None:
             lambda: Connection(load, quick_ack=spec["quick_ack"]), load.host, load.port
         )
         connections.append(connection)
-    async with asyncio.timeout(spec["time_limit_s"] + 60):
-        await asyncio.gather(*(connection.ended for connection in connections))
+    ending = [connection.ended for connection in connections]
+    done, pending = await asyncio.wait(ending, timeout=spec["time_limit_s"] + 60, return_when=asyncio.FIRST_EXCEPTION)
+    if failed := [error for each in done if (error := each.exception()) is not None]:
+        say({"failure": str(failed[0])})
+        return
+    if pending:
+        say({"failure": f"{len(pending)} requests have no answer {spec['time_limit_s'] + 60:g} s after the start"})
+        return
     elapsed_s = time.perf_counter() - started_s
     say(
         {
             "requests": load.num_started,
-            "good": load.num_good,
-            "outcomes": dict(load.statuses),
             "elapsed_s": elapsed_s,
-            "events_per_answer": load.num_events / max(1, load.num_good),
-            "requests_per_s": load.num_good / elapsed_s,
-            "tokens_per_s": load.num_good * case.max_tokens / elapsed_s,
+            "events_per_answer": load.num_events / load.num_started,
+            "requests_per_s": load.num_started / elapsed_s,
+            "tokens_per_s": load.num_started * case.max_tokens / elapsed_s,
             "ttft_p50_ms": quantile_ms(load.ttft_s, 0.5),
             "ttft_p99_ms": quantile_ms(load.ttft_s, 0.99),
             "latency_p50_ms": quantile_ms(load.latency_s, 0.5),
@@ -446,7 +458,10 @@ def system_s(pid: int) -> float:
 def measure(
     children: Children, case: Case, url: str, model: str, pids: Sequence[int], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """One case against a server; `pids[0]` is its front, the others are reported beside it."""
+    """One case against a server; `pids[0]` is its front, the others are reported beside it.
+
+    Raises BenchFailed for the first request that fails.
+    """
     before, system_before_s = [cpu_s(pid) for pid in pids], system_s(pids[0]) if pids else 0.0
     spec = {
         "case": vars(case),
@@ -456,13 +471,15 @@ def measure(
         "time_limit_s": arguments.time_limit_s,
     }
     _, seen = children.start("client", spec)
+    if "failure" in seen:
+        raise BenchFailed(f"{case.name}: {seen['failure']}")
     used = [cpu_s(pid) - start for pid, start in zip(pids, before, strict=True)]
-    num_tokens = seen["good"] * case.max_tokens
-    if seen["good"] and used:
+    num_tokens = seen["requests"] * case.max_tokens
+    if used:
         seen["cpu_us_per_token"] = used[0] * 1e6 / num_tokens
-        seen["cpu_ms_per_request"] = used[0] * 1e3 / seen["good"]
+        seen["cpu_ms_per_request"] = used[0] * 1e3 / seen["requests"]
         # The kernel's part, as it accounts it.
-        seen["system_ms_per_request"] = (system_s(pids[0]) - system_before_s) * 1e3 / seen["good"]
+        seen["system_ms_per_request"] = (system_s(pids[0]) - system_before_s) * 1e3 / seen["requests"]
         seen["cpu_share"] = used[0] / seen["elapsed_s"]
         seen["cpu_us_per_token_of_others"] = [each * 1e6 / num_tokens for each in used[1:]]
     return {key: round(value, 3) if isinstance(value, float) else value for key, value in seen.items()}
@@ -476,9 +493,10 @@ def measure_all(
     pids: Sequence[int],
     arguments: argparse.Namespace,
     console: Console,
+    add: Callable[[dict[str, Any]], None],
     profile: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The best of `--repeat` runs of each case, by CPU."""
+    """The best of `--repeat` runs of each case, by CPU. Adds each run, and their summary."""
     measure(children, Case("warm-up", 32, 256, 8, stream=True), url, model, pids, arguments)
     results: dict[str, dict[str, Any]] = {}
     for case in cases(arguments.scale):
@@ -492,9 +510,9 @@ def measure_all(
                     console.print(what)
                 with profiling(pids[0], profile, case.name) if profile else contextlib.nullcontext():
                     runs.append(measure(children, case, url, model, pids, arguments))
-        best = min(runs, key=lambda run: run.get("cpu_us_per_token", float("inf")))
-        best["cpu_us_per_token_of_runs"] = [run.get("cpu_us_per_token") for run in runs]
-        results[case.name] = best
+            add({"runs": {case.name: runs[-1:]}})
+        results[case.name] = min(runs, key=lambda run: run.get("cpu_us_per_token", float("inf")))
+    add(summary(results))
     return results
 
 
@@ -530,8 +548,8 @@ def profiling(pid: int, file: Path, case: str) -> Iterator[None]:
 
 def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
     shown = Table(title=title, title_justify="left")
-    for column in ("case", "us/token", "ms/request", "tokens/s", "requests/s", "TTFT p50", "TTFT p99", "outcomes"):
-        shown.add_column(column, justify="left" if column in ("case", "outcomes") else "right")
+    for column in ("case", "us/token", "ms/request", "tokens/s", "requests/s", "TTFT p50", "TTFT p99"):
+        shown.add_column(column, justify="left" if column == "case" else "right")
     for name, seen in results.items():
         shown.add_row(
             name,
@@ -546,13 +564,12 @@ def table(title: str, results: dict[str, dict[str, Any]]) -> Table:
                     ("ttft_p99_ms", 1),
                 )
             ),
-            ", ".join(f"{count} x {outcome}" for outcome, count in seen["outcomes"].items()),
         )
     return shown
 
 
 def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The figures that targets are set for, and each case."""
+    """The figures that targets are set for."""
     streams, short = results.get("256 streams", {}), results.get("32 short", {})
     return {
         "cpu_us_per_token": streams.get("cpu_us_per_token"),
@@ -564,7 +581,6 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "tokens_per_s": streams.get("tokens_per_s"),
         "ttft_p50_ms": streams.get("ttft_p50_ms"),
         "ttft_p99_ms": streams.get("ttft_p99_ms"),
-        "cases": results,
     }
 
 
@@ -578,12 +594,19 @@ def find_model(arguments: argparse.Namespace) -> str | None:
         return None
 
 
-def bench(arguments: argparse.Namespace) -> dict[str, Any]:
+def bench(arguments: argparse.Namespace, results: Results) -> None:
     console = Console(stderr=True)
     if not console.is_terminal:
         console = Console(stderr=True, width=120)
-    where = f"{machine_line()}, load {os.getloadavg()[0]:.2f} before"
     model = find_model(arguments)
+    results.add(
+        {
+            "machine": f"{machine_line()}, load {os.getloadavg()[0]:.2f} before",
+            "load": f"{arguments.decode} decode and {arguments.prefill} prefill workers, sim, {arguments.step_ms:g}"
+            f" ms steps; closed loop of raw sockets; best of {arguments.repeat}",
+            "rendering": "chat template and tokens of a real model" if model else "the sim twin's",
+        }
+    )
     with tempfile.TemporaryDirectory(prefix="bench-gateway-") as folder:
         config = bench_config(arguments, Path(folder))
         children = Children(Path(folder))
@@ -597,45 +620,35 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
                     members.append(said["member"])
             with console.status("starting the gateway (a real renderer takes about 10 s)"):
                 gateway, said = children.start("gateway", {**shared, "members": members, "model": model})
-            results = measure_all(
-                children,
-                "kvferry",
-                f"http://127.0.0.1:{said['port']}",
-                MODEL,
-                [gateway.pid],
-                arguments,
-                console,
-                arguments.profile,
+            results.add({"event_loop": said["loop"]})
+            url = f"http://127.0.0.1:{said['port']}"
+            best = measure_all(
+                children, "kvferry", url, MODEL, [gateway.pid], arguments, console, results.add, arguments.profile
             )
-            output = {
-                **summary(results),
-                "machine": where,
-                "load": f"{arguments.decode} decode and {arguments.prefill} prefill workers, sim, {arguments.step_ms:g}"
-                f" ms steps; closed loop of raw sockets; best of {arguments.repeat}",
-                "rendering": "chat template and tokens of a real model" if model else "the sim twin's",
-                "event_loop": said["loop"],
-            }
+            floors: dict[int, float] = {}
             for streams in (256, 64):
                 with console.status(f"the floor: {streams} streams written and nothing else"):
                     spec = {"streams": streams, "groups": arguments.decode, "step_ms": arguments.step_ms}
                     _, floor = children.start("floor", spec)
-                output[f"write_floor_us_per_token{'' if streams == 256 else '_64'}"] = floor["us_per_write"]
-            console.print(table("kvferry", results))
-            console.print(
-                f"written and nothing else: {output['write_floor_us_per_token']} us/token at 256 streams, "
-                f"{output['write_floor_us_per_token_64']} at 64"
-            )
+                floors[streams] = floor["us_per_write"]
+                results.add({f"write_floor_us_per_token{'' if streams == 256 else '_64'}": floors[streams]})
+            console.print(table("kvferry", best))
+            console.print(f"written and nothing else: {floors[256]} us/token at 256 streams, {floors[64]} at 64")
             if arguments.peer_url:
                 pids = [int(pid) for pid in arguments.peer_pids.split(",") if pid]
-                peer = measure_all(children, "peer", arguments.peer_url, arguments.peer_model, pids, arguments, console)
+
+                def add(figures: dict[str, Any]) -> None:
+                    results.add({"peer": figures})
+
+                peer = measure_all(
+                    children, "peer", arguments.peer_url, arguments.peer_model, pids, arguments, console, add
+                )
                 console.print(table("peer", peer))
-                output["peer"] = summary(peer)
-            return output
         finally:
             children.end()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Measure CPU per token and per request of one gateway.")
     parser.add_argument("--decode", type=int, default=4, help="decode workers, each a process")
     parser.add_argument("--prefill", type=int, default=0, help="prefill workers; requests then pass both")
@@ -662,8 +675,7 @@ def main() -> None:
     arguments = parser.parse_args()
     spec = arguments.spec
     if arguments.role == "bench":
-        print(json.dumps(bench(arguments)))
-        return
+        return run_benchmark("bench-gateway", lambda results: bench(arguments, results))
     program = {
         "worker": lambda: run_worker(configuration.parse(spec["config"]), spec["kind"]),
         "gateway": lambda: run_gateway(
@@ -679,7 +691,8 @@ def main() -> None:
         import uvloop
 
         uvloop.run(program())
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,8 +7,9 @@ Both times are NIXL's own: from posting the read to noticing its end. All destin
 first measured transfer, on both sides.
 
 Each prompt is computed once and pulled several times, under another cache salt each time: the decode engine never holds
-it already. Prints a table, and as its last line one JSON object, in which `gb_s`, `raw_gb_s` and `ratio` (the first
-over the second) are those of one transfer of each length at its median time.
+it already. The figures of each length are a line of JSON on stdout when they are measured, and the last line has all:
+there `gb_s`, `raw_gb_s` and `ratio` (the first over the second) are those of one transfer of each length at its median
+time. The first transfer that fails ends the benchmark with exit code 1.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rich.table import Table
 
 from bench.engine_device import on_gpu
 from bench.raw_nixl import Layout, RawReader, Transfer, page_ids, raw_pair
+from bench.results import BenchFailed, Results, run_benchmark
 from bench.vllm_engines import VllmPair, answer, prefill, start_pair
 from kvferry.engine.base import EngineInfo, EngineRequest, RequestId, Sampling
 from kvferry.errors import KvferryError
@@ -43,30 +45,35 @@ WARM_UP_TOKENS = 2048
 STATISTICS_TIMEOUT_S = 10.0
 
 
-class BenchError(Exception):
-    """What ends the benchmark, in one line."""
-
-
 class KvTransferLog:
     """The transfers of an engine, as its connector reports them."""
 
     def __init__(self, counters: Any) -> None:
         self._transfers: list[Transfer] = []
+        self._failure: BenchFailed | None = None
         self._record = counters.record
         counters.record = self._tap
 
     def _tap(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
         if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
-            self._transfers.extend(transfers_of(scheduler_stats.kv_connector_stats))
+            try:
+                self._transfers.extend(transfers_of(scheduler_stats.kv_connector_stats))
+            except BenchFailed as error:  # in vLLM's loop, which it would end
+                self._failure = error
         self._record(scheduler_stats, *args, **kwargs)
 
     async def next(self, since: int, begin_s: float) -> Transfer:
-        """The one transfer after the first `since`; its wall time is the caller's from `begin_s` to the first token."""
+        """The one transfer after the first `since`; its wall time is the caller's from `begin_s` to the first token.
+
+        Raises BenchFailed where a transfer failed, or none comes.
+        """
         wall_s = time.perf_counter() - begin_s
         deadline = time.monotonic() + STATISTICS_TIMEOUT_S
         while len(self._transfers) == since:
+            if self._failure is not None:
+                raise self._failure
             if time.monotonic() > deadline:
-                raise BenchError("the decode engine reported no transfer: it computed the prompt itself")
+                raise BenchFailed("the decode engine reported no transfer: it computed the prompt itself")
             await asyncio.sleep(0.01)
         [seen] = self._transfers[since:]
         return Transfer(seen.size_bytes, seen.num_descriptors, seen.transfer_s, seen.post_s, wall_s)
@@ -76,9 +83,9 @@ class KvTransferLog:
 
 
 def transfers_of(statistics_of_step: Mapping[str, Sequence[float]]) -> list[Transfer]:
-    """vLLM's NIXL statistics of one step; raises BenchError where a transfer failed."""
+    """vLLM's NIXL statistics of one step; raises BenchFailed where a transfer failed."""
     if statistics_of_step.get("num_failed_transfers"):
-        raise BenchError("a transfer between the engines failed")
+        raise BenchFailed("a transfer between the engines failed")
     columns = ("bytes_transferred", "num_descriptors", "transfer_duration", "post_duration")
     return [
         Transfer(int(size), int(count), transfer_s, post_s, transfer_s)
@@ -95,14 +102,20 @@ class KvTransfer:
         self._num_requests = 0
 
     async def pull(self, prompt: Sequence[int]) -> Transfer:
-        """Computed by the prefill engine (or found in its cache), pulled by the decode engine."""
+        """Computed by the prefill engine (or found in its cache), pulled by the decode engine.
+
+        Raises BenchFailed with the request and the reason.
+        """
         self._num_requests += 1
         name, once = f"handoff-{self._num_requests}", Sampling(max_tokens=1, temperature=0.0)
-        transfer = await prefill(self._pair.prefill, name, prompt)
-        since, begin_s = len(self._log), time.perf_counter()
-        request = EngineRequest(RequestId(name), prompt, once, transfer_params=transfer, cache_salt=name)
-        await answer(self._pair.decode, request)
-        return await self._log.next(since, begin_s)
+        try:
+            transfer = await prefill(self._pair.prefill, name, prompt)
+            since, begin_s = len(self._log), time.perf_counter()
+            request = EngineRequest(RequestId(name), prompt, once, transfer_params=transfer, cache_salt=name)
+            await answer(self._pair.decode, request)
+            return await self._log.next(since, begin_s)
+        except (BenchFailed, KvferryError) as error:
+            raise BenchFailed(f"{name}, {len(prompt)} tokens: {error}") from error
 
 
 class Raw:
@@ -122,7 +135,7 @@ class Raw:
         self._next += span
         pulled = self._reader.pull(pages, pages)
         if (pulled.size_bytes, pulled.num_descriptors) != (transferred.size_bytes, transferred.num_descriptors):
-            raise BenchError(
+            raise BenchFailed(
                 f"raw NIXL moved {pulled.size_bytes} bytes in {pulled.num_descriptors} descriptors, "
                 f"the ferry {transferred.size_bytes} in {transferred.num_descriptors}"
             )
@@ -134,7 +147,7 @@ def shape_of(transfer: Transfer, layout: Layout) -> tuple[int, int]:
     num_pages, odd_bytes = divmod(transfer.size_bytes, layout.num_layers * layout.row_bytes)
     num_runs, odd_descriptors = divmod(transfer.num_descriptors, layout.num_layers)
     if odd_bytes or odd_descriptors:
-        raise BenchError(
+        raise BenchFailed(
             f"{transfer.size_bytes} bytes in {transfer.num_descriptors} descriptors are no whole pages of "
             f"{layout.num_layers} layers of {layout.row_bytes} bytes"
         )
@@ -145,11 +158,11 @@ def layout_of(info: EngineInfo, num_layers: int, first: Transfer, *, is_on_gpu: 
     """Return how the engines' memory is registered: layer by layer, or with all layers of a page side by side."""
     for num_ranges in (num_layers, 1):
         layout = Layout(num_ranges, info.num_pages, info.page_bytes // num_ranges, is_on_gpu)
-        with contextlib.suppress(BenchError):
+        with contextlib.suppress(BenchFailed):
             num_pages, num_runs = shape_of(first, layout)
             if 1 <= num_runs <= num_pages:
                 return layout
-    raise BenchError(f"{first.num_descriptors} descriptors of {first.size_bytes} bytes are no known layout of pages")
+    raise BenchFailed(f"{first.num_descriptors} descriptors of {first.size_bytes} bytes are no known layout of pages")
 
 
 def summarize(num_tokens: int, transferred: Sequence[Transfer], raw: Sequence[Transfer]) -> dict[str, Any]:
@@ -200,7 +213,7 @@ def prompts(lengths: Sequence[int], count: int, seed: int) -> dict[int, list[lis
     return {n: [[seeded.randrange(*VOCABULARY) for _ in range(n)] for _ in range(count)] for n in lengths}
 
 
-async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+async def measure(arguments: argparse.Namespace, results: Results, console: Console) -> None:
     load_before = os.getloadavg()[0]
     async with contextlib.AsyncExitStack() as stack:
         with console.status("starting a prefill and a decode engine"):
@@ -209,7 +222,16 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
         info = pair.decode.info
         longest = max(arguments.tokens)
         if longest >= info.max_model_len:
-            raise BenchError(f"--tokens {longest}: the model takes fewer than {info.max_model_len}")
+            raise BenchFailed(f"--tokens {longest}: the model takes fewer than {info.max_model_len}")
+        results.add(
+            {
+                "device": "gpu" if on_gpu() else "cpu",
+                "machine": machine(),
+                "kv_cache_dtype": info.kv_cache_dtype,
+                "block_size": info.block_size,
+                "ucx_tls": os.environ.get("UCX_TLS", ""),
+            }
+        )
         kv_transfer = KvTransfer(pair)
         made = prompts(arguments.tokens, arguments.prompts, arguments.seed)
         [warm] = prompts([WARM_UP_TOKENS], 1, arguments.seed + 1)[WARM_UP_TOKENS]
@@ -237,16 +259,9 @@ async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, 
                         repeated.append(await asyncio.to_thread(raw.repeat, transferred[-1]))
                         bar.advance(task)
                 sizes.append(summarize(num_tokens, transferred, repeated))
-        return {
-            **overall(sizes),
-            "sizes": sizes,
-            "device": "gpu" if on_gpu() else "cpu",
-            "machine": machine(),
-            "load_average": [round(load_before, 2), round(os.getloadavg()[0], 2)],
-            "kv_cache_dtype": info.kv_cache_dtype,
-            "block_size": info.block_size,
-            "ucx_tls": os.environ.get("UCX_TLS", ""),
-        }
+                results.add({"sizes": sizes[-1:]})
+    results.add({**overall(sizes), "load_average": [round(load_before, 2), round(os.getloadavg()[0], 2)]})
+    show(results.figures, console)
 
 
 def show(results: Mapping[str, Any], console: Console) -> None:
@@ -300,17 +315,7 @@ def main() -> int:
         if importlib.util.find_spec(package) is None:
             console.print(f"bench-handoff needs {package}, which is not installed here", style="red")
             return 2
-    try:
-        results = asyncio.run(measure(arguments, console))
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return 130
-    except (BenchError, KvferryError, RuntimeError, OSError) as error:
-        console.print(f"bench-handoff: {error}", style="red", markup=False)
-        return 1
-    show(results, console)
-    print(json.dumps(results))
-    return 0
+    return run_benchmark("bench-handoff", lambda results: asyncio.run(measure(arguments, results, console)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ milliseconds longer; those are seen in the times to first token.
 
 Bodies trickle for a window only: below 30 s the gateway's time for bodies ends none of them.
 
-The last line on stdout is one JSON object; everything else goes to stderr.
+Refusals (429) and late answers are what is measured. Any other failure of the innocent's, any failure where it is
+alone, and a server error that the attacker gets, end the benchmark with exit code 1. The figures of each window are a
+line of JSON on stdout when it is over, and the last line has all; everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import json
 import logging
 import os
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -45,6 +48,7 @@ from bench.gateway import Children, say, told_to_end
 from bench.live_cluster import MODEL, Cluster, config_of, running
 from bench.neighbours import set_niceness
 from bench.raw_http import Connection, post_request
+from bench.results import BenchFailed, Results, run_benchmark
 from kvferry_loadtest.machine import machine_line
 
 NUM_GATEWAYS = 2
@@ -58,6 +62,8 @@ WHOLE_S = 3.0
 SETTLE_S = 1.0  # between windows
 FAULT_CHARS = 200
 GIVE_UP_S = 10.0  # of a request that came late
+LATE = "TimeoutError"  # the fault of a request that was given up
+MEASURED_STATUSES = (200, 429, 504)  # of the innocent beside an attack
 
 
 # --- The innocent.
@@ -73,6 +79,7 @@ class Request:
     first_s: float = 0.0
     ended_s: float = 0.0
     fault: str = ""  # why there is no whole answer
+    number: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -110,7 +117,7 @@ class Innocent:
         values = {"model": MODEL, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
         idle = self._idle[port]
         connection = idle.pop() if idle else Connection(port)
-        request = Request(due_s, time.monotonic())
+        request = Request(due_s, time.monotonic(), number=number)
         try:
             async with asyncio.timeout(GIVE_UP_S):
                 reply = await connection.exchange(post_request(port, PATH, self._key, {**values, "stream": True}))
@@ -170,6 +177,14 @@ def due_in(requests: Sequence[Request], windows: Sequence[Window]) -> list[Reque
     return [each for each in requests if any(window.begun_s <= each.due_s < window.ended_s for window in windows)]
 
 
+def raise_unexpected(requests: Sequence[Request], where: str, *, alone: bool) -> None:
+    """Raise BenchFailed for the first request that failed, unless it was refused or late beside an attack."""
+    for each in requests:
+        if each.status == 200 or (not alone and (each.status in MEASURED_STATUSES or each.fault == LATE)):
+            continue
+        raise BenchFailed(f"{where}: request {each.number}: {each.status or each.fault}")
+
+
 def goodput(requests: Sequence[Request]) -> float:
     """Return the part of the requests that was answered in time. Raises ValueError without any."""
     if not requests:
@@ -193,11 +208,14 @@ def ttft_ms(requests: Sequence[Request], part: float) -> float:
 class Bench:
     """Runs windows against one cluster; its clients are children with files in `folder`."""
 
-    def __init__(self, cluster: Cluster, folder: Path, seconds: float, only: str, console: Console) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, seconds: float, only: str, results: Results, console: Console
+    ) -> None:
         self.pairs = {name: Pair() for name in ATTACKS if only in name}
         self._folder = folder
         self._ports = [gateway.port for gateway in cluster.gateways]
         self._seconds = seconds
+        self._results = results
         self._console = console
         self._admin = cluster.admin
         self._keys: dict[str, str] = {}
@@ -221,8 +239,9 @@ class Bench:
             await asyncio.sleep(SETTLE_S)
             for number in range(rounds):
                 for name in self.pairs:
-                    self.pairs[name].alone.append(await self._window(f"round {number + 1} of {rounds}: alone"))
-                    await self._attack(name, f"round {number + 1} of {rounds}: {ATTACKS[name].shown}")
+                    where = f"round {number + 1} of {rounds}"
+                    self.pairs[name].alone.append(await self._window(f"{where}: alone", alone=True))
+                    await self._attack(name, f"{where}: {ATTACKS[name].shown}")
         finally:
             await asyncio.to_thread(innocent.end)
 
@@ -231,7 +250,7 @@ class Bench:
         spec = {"attack": name, "ports": self._ports, "key": self._keys[name]}
         try:
             process, _ = await asyncio.to_thread(attacker.start, "attacker", spec)
-            self.pairs[name].beside.append(await self._window(shown))
+            self.pairs[name].beside.append(await self._window(shown, alone=False))
             set_niceness(process.pid, 0)  # or it would take long to end
         finally:
             await asyncio.to_thread(attacker.end)
@@ -239,21 +258,32 @@ class Bench:
         said = await asyncio.to_thread(process.stdout.read)
         if not said:
             logs = "".join(log.read_text(errors="replace")[-2000:] for log in self._folder.glob("attacker-*.log"))
-            raise SystemExit(f"the attack {name} ended: {logs}")
-        self.pairs[name].add_counts(json.loads(said))
+            raise BenchFailed(f"the attack {name} ended: {logs}")
+        counts = json.loads(said)
+        self._results.add({"windows": [{"window": shown, "sent": counts}]})
+        for label, answers in counts.items():
+            if errors := [status for status in answers if status.startswith("5")]:
+                raise BenchFailed(f"{shown}: {answers[errors[0]]} of {label} got {errors[0]}")
+        self.pairs[name].add_counts(counts)
         await asyncio.sleep(SETTLE_S)
 
-    async def _window(self, shown: str) -> Window:
+    async def _window(self, shown: str, *, alone: bool) -> Window:
         begun_s, cpu_s = time.monotonic(), time.process_time()
         with self._console.status(shown):
             await asyncio.sleep(self._seconds)
             window = Window(begun_s, begun_s + self._seconds, time.process_time() - cpu_s)
             await asyncio.sleep(WHOLE_S)
         requests = due_in(self.requests(), [window])
-        self._console.print(
-            f"{shown}: {goodput(requests):.1%} of {len(requests)}, TTFT p50 {ttft_ms(requests, 0.5):.0f} ms, "
-            f"p99 {ttft_ms(requests, 0.99):.0f} ms"
-        )
+        figures = {
+            "window": shown,
+            "requests": len(requests),
+            "goodput": round(goodput(requests), 4),
+            "ttft_p50_ms": round(ttft_ms(requests, 0.5)),
+            "ttft_p99_ms": round(ttft_ms(requests, 0.99)),
+        }
+        self._results.add({"windows": [figures]})
+        self._console.print(", ".join(f"{name} {value}" for name, value in figures.items()), highlight=False)
+        raise_unexpected(requests, shown, alone=alone)
         return window
 
     def requests(self) -> list[Request]:
@@ -309,20 +339,27 @@ def result_of(pairs: dict[str, Pair], requests: Sequence[Request]) -> dict[str, 
     }
 
 
-async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+async def measure(arguments: argparse.Namespace, results: Results, console: Console) -> None:
+    machine = f"{machine_line()}, load {os.getloadavg()[0]:.2f} before"
+    console.print(machine)
+    results.add({"pages": arguments.pages, "machine": machine})
     # As many requests as a gateway takes unless it is told otherwise.
     config = config_of(step_ms=STEP_MS, num_pages=arguments.pages, max_requests=1024)
     with tempfile.TemporaryDirectory(prefix="bench-isolation-") as name:
         async with running(config, NUM_GATEWAYS) as cluster:
-            bench = Bench(cluster, Path(name), arguments.seconds, arguments.only, console)
+            bench = Bench(cluster, Path(name), arguments.seconds, arguments.only, results, console)
             await bench.create_tenants()
             await bench.run(arguments.rounds)
         requests = bench.requests()
+    results.add(result_of(bench.pairs, requests))
+    for attack, pair in bench.pairs.items():
+        # Also those that failed after the end of their window.
+        raise_unexpected(due_in(requests, pair.alone), f"alone before {attack}", alone=True)
+        raise_unexpected(due_in(requests, pair.beside), f"beside {attack}", alone=False)
     console.print(table(bench.pairs, requests))
-    return result_of(bench.pairs, requests)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.isolation", description="Measure what the abuse of one tenant costs another one."
     )
@@ -342,11 +379,9 @@ def main() -> None:
     else:
         console = Console(stderr=True, width=140)
         logging.disable(logging.WARNING)  # links that end with the cluster
-        machine = f"{machine_line()}, load {os.getloadavg()[0]:.2f} before"
-        console.print(machine)
-        result = uvloop.run(measure(arguments, console))
-        print(json.dumps({**result, "pages": arguments.pages, "machine": machine}))
+        return run_benchmark("bench-isolation", lambda results: uvloop.run(measure(arguments, results, console)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,7 +16,9 @@ right to that priority nothing is sent again.
 Beside it stand, of the gateway's event loop, the longest time between two turns, and the most CPU time that its thread
 used between two turns: the second does not grow where other processes have the cores.
 
-The last line on stdout is one JSON object; everything else goes to stderr.
+The first answer with another status than its body's, and the first stream that breaks off, end the benchmark with exit
+code 1. Gaps and turns are noted in memory, so as not to disturb what is measured: the figures of all bodies, or of
+those so far, are a line of JSON on stdout at the end. The last line has all; everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gateway import Children, bench_config, find_model, make_renderer_of, run_gateway, say, told_to_end
+from bench.results import BenchFailed, Results, run_benchmark
 from bench.worst_bodies import MODEL, WORST_BODIES, WorstBody
 from kvferry import config as configuration
 from kvferry_loadtest.machine import machine_line
@@ -112,6 +115,7 @@ class Watches:
 
     def __init__(self, cores: set[int]) -> None:
         self.noted: list[tuple[float, float]] = []
+        self.num_sent_again = 0
         self._connections = []
         for core in cores:
             here, there = multiprocessing.Pipe()
@@ -141,9 +145,11 @@ class Watches:
 
 
 class Stream(asyncio.Protocol):
-    """Reads one stream after the other, and notes gaps between tokens as (when, seconds)."""
+    """Reads one stream after the other, and notes gaps between tokens as (when, seconds), and the first failure."""
 
-    def __init__(self, port: int, num_tokens: int, step_s: float, gaps: list[tuple[float, float]]) -> None:
+    def __init__(
+        self, port: int, num_tokens: int, step_s: float, gaps: list[tuple[float, float]], failure: asyncio.Future[str]
+    ) -> None:
         body = json.dumps(
             {
                 "model": MODEL,
@@ -160,7 +166,7 @@ class Stream(asyncio.Protocol):
         self._step_s = step_s
         self._gaps = gaps
         self._last_s = 0.0
-        self.failure = ""
+        self._failure = failure
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
@@ -170,7 +176,7 @@ class Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now_s = time.monotonic()
         if not data.startswith((b"HTTP/1.1 200", b"data: ")) and b"data: " not in data:
-            self.failure = self.failure or data[:200].decode(errors="replace")
+            self._fail(data[:200].decode(errors="replace"))
         if self._last_s and now_s - self._last_s - self._step_s > NOTED_S:
             self._gaps.append((now_s, now_s - self._last_s - self._step_s))
         self._last_s = now_s
@@ -179,27 +185,28 @@ class Stream(asyncio.Protocol):
             self._transport.write(self._request)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.failure = self.failure or "the connection was lost"
+        self._fail("the connection was lost")
+
+    def _fail(self, failure: str) -> None:
+        if not self._failure.done():
+            self._failure.set_result(failure)
 
 
 async def run_streams(spec: dict[str, Any]) -> None:
+    """Read streams until this process is told to end, or until the first one fails."""
     loop = asyncio.get_running_loop()
     gaps: list[tuple[float, float]] = []
-    streams: list[Stream] = []
+    failure: asyncio.Future[str] = loop.create_future()
     for i in range(spec["streams"]):
         # Streams end at different times: a new one's first token takes its prefill.
-        num_tokens = 1500 + 37 * i
-        _, stream = await loop.create_connection(
-            lambda num_tokens=num_tokens: Stream(spec["port"], num_tokens, spec["step_s"], gaps),  # type: ignore[misc]
-            "127.0.0.1",
-            spec["port"],
-        )
-        streams.append(stream)
+        stream = Stream(spec["port"], 1500 + 37 * i, spec["step_s"], gaps, failure)
+        await loop.create_connection(lambda stream=stream: stream, "127.0.0.1", spec["port"])  # type: ignore[misc]
     gc.disable()  # a client's own collection would be a gap of all its streams
-    say({"streams": len(streams)})
-    await told_to_end()
-    failures = [stream.failure for stream in streams if stream.failure]
-    write(spec["gaps"], {"gaps": gaps, "failures": failures})
+    say({"streams": spec["streams"]})
+    ending = asyncio.create_task(told_to_end())
+    await asyncio.wait((ending, failure), return_when=asyncio.FIRST_COMPLETED)
+    ending.cancel()
+    write(spec["gaps"], {"gaps": gaps, "failure": failure.result() if failure.done() else ""})
 
 
 # --- The sender.
@@ -211,49 +218,56 @@ class Sent:
 
     body: WorstBody
     size_bytes: int
-    statuses: list[int] = field(default_factory=list)
     windows: list[tuple[float, float]] = field(default_factory=list)
     quiet: list[tuple[float, float]] = field(default_factory=list)
 
 
 def post(port: int, path: str, raw: bytes) -> int:
-    """Send one body and read the whole answer. Returns the status."""
+    """Send one body and read the whole answer. Returns the status. Raises BenchFailed without an answer."""
     head = (
         f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(raw)}\r\nconnection: close\r\n\r\n"
     ).encode()
-    with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_TIMEOUT_S) as connection:
-        with contextlib.suppress(ConnectionError):
-            connection.sendall(head + raw)
-        answer = b""
-        while piece := connection.recv(1 << 18):
-            answer = answer or piece
+    answer = b""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_TIMEOUT_S) as connection:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(head + raw)
+            while piece := connection.recv(1 << 18):
+                answer = answer or piece
+    except OSError as error:  # of which TimeoutError is one
+        raise BenchFailed(f"{type(error).__name__}: {error}") from error
+    if not answer:
+        raise BenchFailed("the connection was closed without an answer")
     return int(answer.split(b" ", 2)[1])
 
 
 def send_all(
-    port: int, bodies: Sequence[WorstBody], repeat: int, watches: Watches, console: Console
-) -> tuple[list[Sent], int]:
-    """Return the bodies' times, and how many windows were sent again."""
-    sent, num_again = [], 0
+    port: int, bodies: Sequence[WorstBody], repeat: int, watches: Watches, console: Console, *, simulated: bool
+) -> Iterator[Sent]:
+    """Yield each body's times. Raises BenchFailed for another status than the body's."""
     for body in bodies:
         raw = body.build()
         one = Sent(body, len(raw))
         with console.status(body.name):
             while len(one.windows) < repeat:
                 begun_s = time.monotonic()
-                one.statuses.append(post(port, body.path, raw))
+                try:
+                    status = post(port, body.path, raw)
+                except BenchFailed as error:
+                    raise BenchFailed(f"{body.name}: {error}") from error
+                if status != (expected := body.expected(simulated=simulated)):
+                    raise BenchFailed(f"{body.name}: {status} instead of {expected}")
                 # What follows the answer counts too: freeing, and collecting garbage.
                 time.sleep(max(0.05, MIN_WINDOW_S - (time.monotonic() - begun_s)))
                 ended_s = time.monotonic()
-                if num_again < RETRIES and watches.stood_still(begun_s, ended_s):
-                    num_again += 1
+                if watches.num_sent_again < RETRIES and watches.stood_still(begun_s, ended_s):
+                    watches.num_sent_again += 1
                     continue
                 one.windows.append((begun_s, ended_s))
                 time.sleep(min(2.0, ended_s - begun_s))
                 one.quiet.append((ended_s, time.monotonic()))
-        sent.append(one)
-    return sent, num_again
+        yield one
 
 
 def cores_of_gateway() -> tuple[set[int], set[int]]:
@@ -293,8 +307,7 @@ def results_of(
         {
             "name": one.body.name,
             "size_bytes": one.size_bytes,
-            "statuses": sorted(set(one.statuses)),
-            "expected": one.body.expected(simulated=simulated),
+            "status": one.body.expected(simulated=simulated),
             "gap_ms": round(max(worst_ms(gaps, one.windows, 1)), 1),
             "median_gap_ms": round(statistics.median(worst_ms(gaps, one.windows, 1)), 1),
             "quiet_gap_ms": round(max(worst_ms(gaps, one.quiet, 1)), 1),
@@ -316,7 +329,6 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "baseline_gap_ms": baseline[-1],
         "baseline_median_gap_ms": statistics.median(baseline),
         "loop_cpu_ms": max(result["loop_cpu_ms"] for result in results),
-        "wrong_statuses": [r["name"] for r in results if r["statuses"] != [r["expected"]]],
     }
 
 
@@ -325,12 +337,10 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
     for column in ("body", "bytes", "status", "worst", "median", "without", "loop late", "loop CPU"):
         shown.add_column(column, justify="left" if column == "body" else "right")
     for result in sorted(results, key=lambda result: -float(result["median_gap_ms"])):
-        statuses = "/".join(map(str, result["statuses"]))
-        wrong = "" if result["statuses"] == [result["expected"]] else f", not {result['expected']}"
         shown.add_row(
             result["name"],
             f"{result['size_bytes']:,}",
-            statuses + wrong,
+            str(result["status"]),
             *(
                 f"{result[key]:.1f}"
                 for key in ("gap_ms", "median_gap_ms", "quiet_gap_ms", "loop_late_ms", "loop_cpu_ms")
@@ -339,12 +349,21 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
     return shown
 
 
-def bench(arguments: argparse.Namespace) -> dict[str, Any]:
+def bench(arguments: argparse.Namespace, results: Results) -> None:
     console = Console(stderr=True) if sys.stderr.isatty() else Console(stderr=True, width=120)
-    where = f"{machine_line()}, load {os.getloadavg()[0]:.2f} before"
     model = find_model(arguments)
+    results.add(
+        {
+            "machine": f"{machine_line()}, load {os.getloadavg()[0]:.2f} before",
+            "load": f"{arguments.streams} streams at {arguments.step_ms:g} ms steps over {arguments.decode} workers, "
+            f"sim; each body {arguments.repeat} times",
+            "rendering": "chat template and tokens of a real model" if model else "the simulator's",
+        }
+    )
     bodies = [body for body in WORST_BODIES if arguments.only in body.name]
     own, others = cores_of_gateway()
+    watches = Watches(own | others)
+    sent: list[Sent] = []
     with tempfile.TemporaryDirectory(prefix="bench-neighbours-") as name:
         folder = Path(name)
         gap_file, heartbeat_file = folder / "gaps.json", folder / "heartbeats.json"
@@ -373,33 +392,37 @@ def bench(arguments: argparse.Namespace) -> dict[str, Any]:
                 "step_s": arguments.step_ms / 1e3,
                 "gaps": str(gap_file),
             }
-            process, _ = children.start("streams", spec)
-            pin_all(process.pid, others)
-            set_niceness(process.pid, -15)
+            streams, _ = children.start("streams", spec)
+            pin_all(streams.pid, others)
+            set_niceness(streams.pid, -15)
             os.sched_setaffinity(0, others)
             set_niceness(os.getpid(), 5)
             time.sleep(SETTLE_S)
-            watches = Watches(own | others)
-            sent, num_again = send_all(port, bodies, arguments.repeat, watches, console)
-            watches.end()
+            for one in send_all(port, bodies, arguments.repeat, watches, console, simulated=model is None):
+                sent.append(one)
+                if streams.poll() is not None:
+                    raise BenchFailed(f"after {one.body.name}: a stream failed: {_read(gap_file).get('failure')}")
         finally:
+            watches.end()
             children.end()
             workers.end()
-        seen = json.loads(gap_file.read_text(encoding="utf-8"))
-        heartbeats = json.loads(heartbeat_file.read_text(encoding="utf-8"))
-    results = results_of(sent, seen["gaps"], heartbeats, simulated=model is None)
-    console.print(table(results))
-    return {
-        **summary(results),
-        "windows_sent_again": num_again if watches.watches else None,
-        "broken_streams": len(seen["failures"]),
-        "failures": sorted(set(seen["failures"]))[:3],
-        "machine": where,
-        "load": f"{arguments.streams} streams at {arguments.step_ms:g} ms steps over {arguments.decode} workers, sim; "
-        f"each body {arguments.repeat} times",
-        "rendering": "chat template and tokens of a real model" if model else "the simulator's",
-        "results": results,
-    }
+            if sent:
+                rows = results_of(
+                    sent, _read(gap_file).get("gaps", []), _read(heartbeat_file) or [], simulated=model is None
+                )
+                results.add(
+                    {
+                        **summary(rows),
+                        "windows_sent_again": watches.num_sent_again if watches.watches else None,
+                        "results": rows,
+                    }
+                )
+    console.print(table(rows))
+
+
+def _read(file: Path) -> Any:
+    """Return what a process wrote at its end; nothing where it was killed."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def grammar_body() -> bytes:
@@ -407,7 +430,7 @@ def grammar_body() -> bytes:
     return json.dumps(values).encode()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Measure what the worst bodies do to the streams of others.")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--decode", type=int, default=2, help="decode workers, each a process")
@@ -421,12 +444,12 @@ def main() -> None:
     parser.add_argument("--spec", type=json.loads, default={}, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role == "bench":
-        print(json.dumps(bench(arguments)))
-        return
+        return run_benchmark("bench-neighbours", lambda results: bench(arguments, results))
     import uvloop
 
     uvloop.run(run_watched_gateway(arguments.spec) if arguments.role == "gateway" else run_streams(arguments.spec))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,9 @@
 """Compare `kvferry plan` after --calibrate with real engines on this machine's CPU, for two models of different shape.
 
-    make bench-plan        about five minutes; the last line is JSON
+    make bench-plan        about five minutes
+
+Each figure is a line of JSON on stdout when it is measured, and the last line has all. The exit code is 1 where a
+request or a cluster fails, and where a plan is off by more than the limit.
 
 For each model one worker with vLLM is started, measured as `--calibrate` does, and compared at points that the fit did
 not see: KV pages, the requests of the longest context that vLLM says fit, a prompt of another length, another batch.
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -25,6 +29,7 @@ from typing import Any
 import httpx
 
 import kvferry
+from bench.results import BenchFailed, Results, run_benchmark
 from kvferry import model_catalogue, model_folder
 from kvferry.plan_commands import measuring
 from kvferry.planner.assumptions import DEFAULTS
@@ -67,7 +72,9 @@ def a_cluster(model: str, run_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]
         "model.dtype": "float32",
     }  # fmt: skip
     flags = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    subprocess.run([*command, "up", "--no-ask", "--model", model, *flags], env=environ, check=True, stdout=sys.stderr)
+    up = [*command, "up", "--no-ask", "--model", model, *flags]
+    if exit_code := subprocess.run(up, env=environ, check=False, stdout=sys.stderr).returncode:
+        raise BenchFailed(f"kvferry up with {model} ended with {exit_code}")
     try:
         status = json.loads(subprocess.check_output([*command, "status", "--json"], env=environ, text=True))
         yield status["url"], status
@@ -76,7 +83,10 @@ def a_cluster(model: str, run_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 async def most_running(url: str, metrics: str, name: str, num_requests: int) -> float:
-    """Send so many requests at once, more than fit, and return how many vLLM computed at the same time at most."""
+    """Send so many requests at once, more than fit, and return how many vLLM computed at the same time at most.
+
+    Raises BenchFailed for a request that fails.
+    """
     most = 0.0
     async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
 
@@ -84,7 +94,9 @@ async def most_running(url: str, metrics: str, name: str, num_requests: int) -> 
             # A prompt of token ids, which nothing has cached.
             prompt = [1000 + (number * 7919 + position * 31) % 40_000 for position in range(_PROMPT_TOKENS)]
             body = {"model": name, "prompt": prompt, "max_tokens": _ANSWER_TOKENS, "ignore_eos": True}
-            (await client.post(f"{url}/v1/completions", json=body)).raise_for_status()
+            answer = await client.post(f"{url}/v1/completions", json=body)
+            if answer.status_code != 200:
+                raise BenchFailed(f"request {number} of {num_requests}: {answer.status_code}: {answer.text[:200]}")
 
         waiting = asyncio.gather(*(ask(number) for number in range(num_requests)))
         while not waiting.done():
@@ -123,9 +135,9 @@ def compare(name: str, model: str, num_parameters: int | None) -> Iterator[Compa
         yield Compared(name, f"decode of {_BATCH} streams, tokens/s", tokens_s, _BATCH / step.seconds)
 
 
-def main() -> int:
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    results: list[Compared] = []
+def measure(results: Results) -> None:
+    worst = 0.0
+    results.add({"kvferry": kvferry.__version__, "limit": LIMIT})
     with tempfile.TemporaryDirectory(prefix="plan-model-") as folder:
         tiny = _windowed_model(Path(folder) / "windowed")
         for name, model in (
@@ -134,15 +146,16 @@ def main() -> int:
         ):
             parameters = None if model == model_folder.DEFAULT_NAME else _num_parameters(tiny)
             for each in compare(name, model, parameters):
-                results.append(each)
-                print(
-                    f"{each.model:40} {each.what:36} planned {each.planned:10.1f} measured {each.measured:10.1f} "
-                    f"off by {each.error:5.1%}",
-                    flush=True,
-                )
-    worst = max(each.error for each in results)
-    print(json.dumps({"kvferry": kvferry.__version__, "worst_error": round(worst, 4), "limit": LIMIT}))
-    return 0 if worst <= LIMIT else 1
+                worst = max(worst, each.error)
+                row = {**dataclasses.asdict(each), "error": round(each.error, 4)}
+                results.add({"compared": [row], "worst_error": round(worst, 4)})
+    if worst > LIMIT:
+        raise BenchFailed(f"a plan is off by {worst:.1%}, over the limit of {LIMIT:.0%}")
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    return run_benchmark("bench-plan", measure)
 
 
 def _windowed_model(folder: Path) -> Path:

@@ -1,15 +1,16 @@
 """kvferry beside two `vllm serve`, those with vLLM's file-system tier, and ray.serve.llm, on the published RAG load.
 
 One deployment is up at a time, on the same processors, with the same memory for KV pages and the same requests; their
-order rotates over the repeats. Writes results, an HTML report and PNGs to --out, and prints one JSON object as its
-last line. A deployment that does not come up is reported as such, and the others are measured.
+order rotates over the repeats. Writes results, an HTML report and PNGs to --out. The figures of each run are a line of
+JSON on stdout when it is over, and the last line has all. Refused and late requests are no goodput; a deployment that
+does not come up, and a run in which a request failed, end the benchmark with exit code 1, with a report of the runs so
+far.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import signal
 import sys
 from importlib.metadata import version
@@ -18,15 +19,18 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from bench.deployments import DEPLOYMENTS, DeploymentFailed, Settings
+from bench.deployments import DEPLOYMENTS, Deployment, DeploymentFailed, Settings
 from bench.engine_device import on_gpu
 from bench.machine_turn import machine_turn
+from bench.results import BenchFailed, Results, run_benchmark
 from kvferry_loadtest.cli import load, run_once
 from kvferry_loadtest.compare import compare, print_comparison
 from kvferry_loadtest.errors import LoadtestError
+from kvferry_loadtest.record import Outcome
 from kvferry_loadtest.report import write_report
 from kvferry_loadtest.result import Result
-from kvferry_loadtest.run import Target
+from kvferry_loadtest.run import Outcomes, Target
+from kvferry_loadtest.scenario import Scenario
 
 # The published sizes times `scale` fit the speed of a laptop's processor, and so do the rates and the objective.
 OVERRIDES = (
@@ -94,34 +98,53 @@ def main() -> int:
     except LoadtestError as error:
         print(f"bench-rag: {error}", file=sys.stderr)
         return 2
-    results: list[Result] = []
-    failures: dict[str, str] = {}
-    for repeat in range(arguments.repeats):
-        turned = repeat % len(names)
-        for name in names[turned:] + names[:turned]:
-            deployment = DEPLOYMENTS[name]
-            console.rule(f"{deployment.description} · run {repeat + 1} of {arguments.repeats}")
-            # The same requests for each deployment, others in each repeat.
-            seeded = msgspec.structs.replace(scenario, seed=scenario.seed + repeat)
-            try:
-                with contextlib.ExitStack() as stack:
-                    stack.enter_context(machine_turn(console))
-                    with console.status(f"{name} starts ..."):
-                        running = stack.enter_context(deployment.up(Settings()))
-                    target = Target(
-                        running.urls, name, running.model, metrics_urls=running.metrics_urls, versions=versions()
-                    )
-                    results.append(run_once(seeded, target, repeat, arguments.out, keep_records=True))
-            except (DeploymentFailed, LoadtestError) as error:
-                failures[name] = str(error)
-                console.print(f"[bold red]{name}:[/] {error}", highlight=False)
-    if not results:
-        return 1
-    console.print(f"report: {write_report(results, arguments.out, f'{scenario.name}, deployments side by side')}")
-    print_comparison(console, compare(results))
-    runs = [figures(result) for result in results]
-    print(json.dumps({"machine": results[0].machine, "failures": failures, "runs": runs}))
-    return 0
+    return run_benchmark("bench-rag", lambda results: measure(arguments, names, scenario, results))
+
+
+def measure(arguments: argparse.Namespace, names: list[str], scenario: Scenario, results: Results) -> None:
+    runs: list[Result] = []
+    try:
+        for repeat in range(arguments.repeats):
+            turned = repeat % len(names)
+            for name in names[turned:] + names[:turned]:
+                deployment = DEPLOYMENTS[name]
+                console.rule(f"{deployment.description} · run {repeat + 1} of {arguments.repeats}")
+                # The same requests for each deployment, others in each repeat.
+                seeded = msgspec.structs.replace(scenario, seed=scenario.seed + repeat)
+                outcomes = run_deployment(deployment, seeded, repeat, arguments.out)
+                runs.append(outcomes.result)
+                results.add({"machine": outcomes.result.machine, "runs": [figures(outcomes.result)]})
+                raise_failure(outcomes)
+    finally:
+        if runs:
+            title = f"{scenario.name}, deployments side by side"
+            console.print(f"report: {write_report(runs, arguments.out, title)}")
+            print_comparison(console, compare(runs))
+
+
+def run_deployment(deployment: Deployment, scenario: Scenario, repeat: int, out: Path) -> Outcomes:
+    """Start a deployment, run the scenario once, and end it. Raises BenchFailed where that cannot be."""
+    name = deployment.name
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(machine_turn(console))
+            with console.status(f"{name} starts ..."):
+                running = stack.enter_context(deployment.up(Settings()))
+            target = Target(running.urls, name, running.model, metrics_urls=running.metrics_urls, versions=versions())
+            return run_once(scenario, target, repeat, out, keep_records=True)
+    except (DeploymentFailed, LoadtestError) as error:
+        raise BenchFailed(f"{name}: {error}") from error
+
+
+def raise_failure(outcomes: Outcomes) -> None:
+    """Raise BenchFailed for the first request that was neither answered, refused nor given up."""
+    for record in outcomes.records:
+        if record.outcome is Outcome.FAILED:
+            result = outcomes.result
+            raise BenchFailed(
+                f"{result.deployment}, run {result.repeat + 1}: request {record.request_id}: "
+                f"{record.error or record.status}"
+            )
 
 
 def figures(result: Result) -> dict[str, object]:
@@ -145,8 +168,4 @@ if __name__ == "__main__":
     # Also where a shell that starts it in the background made it ignore Ctrl-C.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("bench-rag: interrupted", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(main())

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from bench.results import BenchFailed
+
 START_TIMEOUT_S = 120.0
 PULL_TIMEOUT_S = 60.0
 SOURCE_PERIOD_S = 0.001
@@ -159,16 +161,16 @@ class RawReader:
 
 def _receive(pipe: Connection, timeout_s: float) -> bytes:
     if not pipe.poll(timeout_s):
-        raise RuntimeError(f"a raw NIXL process said nothing for {timeout_s:g} s")
+        raise BenchFailed(f"a raw NIXL process said nothing for {timeout_s:g} s")
     try:
         return pipe.recv_bytes()
     except EOFError:
-        raise RuntimeError("a raw NIXL process ended") from None
+        raise BenchFailed("a raw NIXL process ended") from None
 
 
 @contextlib.contextmanager
 def raw_pair(layout: Layout) -> Iterator[RawReader]:
-    """Both processes, ended on leaving; they inherit UCX's environment. Raises RuntimeError when one does not start."""
+    """Both processes, ended on leaving; they inherit UCX's environment. Raises BenchFailed when one does not start."""
     spawn = multiprocessing.get_context("spawn")
     processes, pipes = [], []
     try:
@@ -183,7 +185,7 @@ def raw_pair(layout: Layout) -> Iterator[RawReader]:
         for _ in ("metadata", "rows"):
             reader.send_bytes(_receive(source, START_TIMEOUT_S))
         if _receive(reader, START_TIMEOUT_S) != b"ready":
-            raise RuntimeError("the raw NIXL reader did not start")
+            raise BenchFailed("the raw NIXL reader did not start")
         yield RawReader(reader)
     finally:
         for process in processes:

@@ -2,7 +2,8 @@
 """Bench of placement at a gateway: route keys, the residency index, a whole decision.
 
 Prompts of 10,240 tokens in pages of 16, with 8, 64 and 512 workers, half of them prefill and half decode. Every worker
-is full: each stored event of 640 pages comes with a removed event of 640 pages. The last line is one JSON object.
+is full: each stored event of 640 pages comes with a removed event of 640 pages. The figures of each number of workers
+are a line of JSON on stdout when they are measured, and the last line has all.
 
     make bench-residency
     make bench-residency ARGS="--peer-python PYTHON --peer-bench SCRIPT --peer-select SCRIPT"
@@ -35,6 +36,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.results import BenchFailed, Results, run_benchmark
 from kvferry.engine.base import EngineStats, KvEventBatch, PagesRemoved, PagesStored, RequestId
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.pages.keys import KEY_BYTES, pack_keys, route_keys, seed_of, unpack_keys
@@ -301,14 +303,14 @@ def bench_apart(num_workers: int, say: Say) -> dict[str, float]:
                 return message
             say(message)
     except EOFError:
-        raise SystemExit(f"the run with {num_workers} workers ended early") from None
+        child.join()
+        raise BenchFailed(f"the run with {num_workers} workers ended with {child.exitcode}") from None
     finally:
         child.join()
 
 
-def bench_peer(options: argparse.Namespace, workers: Sequence[int], say: Say) -> dict[str, Any]:
-    """The peer's figures, and this index's on the peer's workload."""
-    figures: dict[str, Any] = {}
+def bench_peer(options: argparse.Namespace, workers: Sequence[int], say: Say, results: Results) -> None:
+    """Add the peer's figures, and this index's on the peer's workload. Raises BenchFailed where a script fails."""
     if options.peer_bench:
         shape = ["--workers", ",".join(map(str, workers)), "--requests", "200", "--max-requests", "12800"]
         for name, python, impl in (
@@ -318,13 +320,12 @@ def bench_peer(options: argparse.Namespace, workers: Sequence[int], say: Say) ->
             say(f"the peer's workload on {'its own index' if name == 'index' else 'this index'}")
             lines = _output([python, options.peer_bench, "--impl", impl, *shape])
             rows = [json.loads(line) for line in lines if line.startswith("{")]
-            figures[name] = {str(row["workers"]): row for row in rows}
+            results.add({"peer": {name: {str(row["workers"]): row for row in rows}}})
     if options.peer_select:
         say("the peer's decisions")
         lines = _output([options.peer_python, options.peer_select])
         rows = [ast.literal_eval(line) for line in lines if line.startswith("{'op'")]
-        figures["decide"] = {str(n): [row for row in rows if row["W"] == n] for n in workers}
-    return figures
+        results.add({"peer": {"decide": {str(n): [row for row in rows if row["W"] == n] for n in workers}}})
 
 
 def _output(command: list[str]) -> list[str]:
@@ -332,9 +333,10 @@ def _output(command: list[str]) -> list[str]:
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     # Logging of every decision is not what is measured; nor is an index fed by nobody.
     quiet = {"PYTHONPATH": path, "DYN_LOG": "error", "DYN_ROUTER_USE_KV_EVENTS": "false"}
-    return subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | quiet
-    ).stdout.splitlines()
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, env=os.environ | quiet)
+    if done.returncode:
+        raise BenchFailed(f"{command[1]} ended with {done.returncode}")
+    return done.stdout.splitlines()
 
 
 def show(console: Console, runs: dict[str, dict[str, float]]) -> None:
@@ -368,29 +370,32 @@ def show_peer(console: Console, peer: dict[str, Any]) -> None:
             console.print(f"  peer, {num_workers} workers: {row['op']}: p50 {row['p50_us']} µs, p99 {row['p99_us']} µs")
 
 
-def main() -> None:
+def measure(options: argparse.Namespace, results: Results) -> None:
+    workers = [int(num) for num in options.workers.split(",")]
+    console = Console(stderr=True)
+    results.add({"prompt_tokens": PROMPT_TOKENS, "machine": machine_line()})
+    with console.status("starting") as status:
+        for num_workers in workers:
+            say = functools.partial(_say, status.update, f"{num_workers} workers: ")
+            run = bench_apart(num_workers, say)
+            results.add({"runs": {str(num_workers): run}})
+            console.print(f"  {num_workers} workers: a decision takes {run['decide_us']} µs")
+        bench_peer(options, workers, status.update, results)
+    show(console, results.figures["runs"])
+    if peer := results.figures.get("peer"):
+        show_peer(console, peer)
+    else:
+        console.print("The peer was skipped: --peer-bench and --peer-select name its scripts.")
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="8,64,512", help="numbers of workers, with commas")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has the peer installed")
     parser.add_argument("--peer-bench", help="script that benches the peer's index")
     parser.add_argument("--peer-select", help="script that benches the peer's whole decision")
     options = parser.parse_args()
-    workers = [int(num) for num in options.workers.split(",")]
-    console = Console(stderr=True)
-    runs: dict[str, dict[str, float]] = {}
-    with console.status("starting") as status:
-        for num_workers in workers:
-            say = functools.partial(_say, status.update, f"{num_workers} workers: ")
-            runs[str(num_workers)] = bench_apart(num_workers, say)
-            console.print(f"  {num_workers} workers: a decision takes {runs[str(num_workers)]['decide_us']} µs")
-        peer = bench_peer(options, workers, status.update)
-    show(console, runs)
-    if peer:
-        show_peer(console, peer)
-    else:
-        console.print("The peer was skipped: --peer-bench and --peer-select name its scripts.")
-    result: dict[str, Any] = {"prompt_tokens": PROMPT_TOKENS, "machine": machine_line(), "runs": runs}
-    print(json.dumps(result | ({"peer": peer} if peer else {})), flush=True)
+    return run_benchmark("bench-residency", lambda results: measure(options, results))
 
 
 def _say(update: Callable[[str], None], prefix: str, text: str) -> None:
@@ -398,4 +403,4 @@ def _say(update: Callable[[str], None], prefix: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

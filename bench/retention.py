@@ -4,25 +4,26 @@
 
 The times are of tiers that are full, 64 tenants with floors, every store with a victim. Then random operations on
 small tiers, with pages of one and of several units; each is audited against counts of its own: which pages went,
-whether their tenants were above their floors, what a store left of caps, and what `room` promised. The last line is one
-JSON object.
+whether their tenants were above their floors, what a store left of caps, and what `room` promised. The first operation
+that broke a contract ends the benchmark with exit code 1. The figures of each size and of each seed are a line of JSON
+on stdout, and the last line has all.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import random
+import sys
 import time
 from collections import Counter
-from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from bench.results import BenchFailed, Results, run_benchmark
 from kvferry.tenancy.contract import TierContract, TierSettings
 from kvferry.tenancy.outcome import Cause, Refusal, Stored, Victim
 from kvferry.tenancy.page import Page
@@ -172,16 +173,19 @@ class AuditedTier:
 
 
 def audit(num_operations: int, seed: int, per_tier: int = 2500) -> Counter[str]:
-    """Raise AssertionError if an operation breaks a contract; return counts of operations and their outcomes."""
+    """Return counts of operations and their outcomes. Raises BenchFailed if an operation breaks a contract."""
     counts: Counter[str] = Counter()
     for number in range(math.ceil(num_operations / per_tier)):
         tier = AuditedTier(seed * 1_000_003 + number, max_size=1 if number % 2 else 5)
         tier._configure()
         for step in range(min(per_tier, num_operations - number * per_tier)):
-            tier.step()
-            if step % 100 == 0:
-                tier.policy.check()
-                assert all(tier.policy.usage_of(name).used == tier.used[name] for name in tier.names), "usage"
+            try:
+                tier.step()
+                if step % 100 == 0:
+                    tier.policy.check()
+                    assert all(tier.policy.usage_of(name).used == tier.used[name] for name in tier.names), "usage"
+            except AssertionError as error:
+                raise BenchFailed(f"seed {seed}, tier {number}, operation {step}: {error}") from error
         counts.update(tier.counts)
     return counts
 
@@ -236,35 +240,39 @@ def _spread(name: str, elapsed_s: list[float]) -> dict[str, float]:
     return {f"{name}_us_{point}": round(ordered[index] * 1e6, 2) for point, index in points.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pages", default="10000,100000,1000000", help="sizes of tiers, with commas")
-    parser.add_argument("--operations", type=int, default=1_000_000, help="random operations per seed")
-    parser.add_argument("--seeds", default="1", help="seeds of the random operations, with commas")
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace, results: Results) -> None:
     console = Console(stderr=True)
-    times: dict[str, Any] = {}
+    results.add({"machine": machine_line()})
     for num_pages in map(int, arguments.pages.split(",")):
         with console.status(f"{num_pages} pages"):
-            times[str(num_pages)] = time_tier(num_pages)
+            results.add({"times": {str(num_pages): time_tier(num_pages)}})
+    times = results.figures["times"]
     table = Table("pages", *(name.replace("_", " ") for name in next(iter(times.values()))))
     for pages, figures in times.items():
         table.add_row(pages, *map(str, figures.values()))
     console.print(table)
     counts: Counter[str] = Counter()
     begin_s = time.perf_counter()
-    for seed in map(int, arguments.seeds.split(",")):
+    for number, seed in enumerate(map(int, arguments.seeds.split(",")), 1):
         with console.status(f"random operations, seed {seed}"):
             counts.update(audit(arguments.operations, seed))
-    result = {
-        "times": times,
-        "operations": arguments.operations * len(arguments.seeds.split(",")),
-        "operations_s": round(time.perf_counter() - begin_s, 1),
-        "counts": dict(sorted(counts.items())),
-        "machine": machine_line(),
-    }
-    print(json.dumps(result), flush=True)
+        results.add(
+            {
+                "operations": arguments.operations * number,
+                "operations_s": round(time.perf_counter() - begin_s, 1),
+                "counts": dict(sorted(counts.items())),
+            }
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pages", default="10000,100000,1000000", help="sizes of tiers, with commas")
+    parser.add_argument("--operations", type=int, default=1_000_000, help="random operations per seed")
+    parser.add_argument("--seeds", default="1", help="seeds of the random operations, with commas")
+    arguments = parser.parse_args()
+    return run_benchmark("bench-retention", lambda results: measure(arguments, results))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,21 +2,24 @@
 
 Replays a trace in Mooncake's format (--trace: timestamp in ms, input_length, output_length, hash_ids of 512-token
 blocks), scaled down to what the engines here compute; without one, conversations made from a seed. Then two small
-questions: what a burst of siblings costs, and what share a worker at half speed gets. Prints a table, and as its last
-line one JSON object.
+questions: what a burst of siblings costs, and what share a worker at half speed gets. The figures of each replay are a
+line of JSON on stdout when it ends, and the last line has all. The first request that fails, or the first worker or
+gateway that ends, ends the benchmark with exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import math
 import random
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.chaos.fleet import Fleet, fleet
+from bench.results import BenchFailed, Results, run_benchmark
 from kvferry.config import parse
 from kvferry.membership.base import WORKER_KINDS, MemberKind
 from kvferry.membership.etcd import EtcdMembership
@@ -38,6 +42,7 @@ BLOCK = 16  # tokens per page, and per block of the trace once scaled
 TRACE_BLOCK = 512
 VOCABULARY = (16, 50_000)
 MAX_PROMPT = 4096
+PLACEMENTS = ("round_robin", "priced")
 
 
 @dataclass(frozen=True)
@@ -45,14 +50,6 @@ class Request:
     at_s: float
     tokens: Sequence[int]
     max_tokens: int
-
-
-@dataclass
-class Answered:
-    ttft_s: float
-    elapsed_s: float
-    ok: bool
-    record: dict[str, Any]
 
 
 def block_tokens(hash_id: int) -> list[int]:
@@ -104,7 +101,8 @@ def paced(requests: Sequence[Request], rate: float) -> list[Request]:
     return [Request((r.at_s - requests[0].at_s) * scale, r.tokens, r.max_tokens) for r in requests]
 
 
-async def ask(http: httpx.AsyncClient, url: str, request: Request, debug: str) -> Answered:
+async def ask(http: httpx.AsyncClient, url: str, request: Request, debug: str) -> float:
+    """Return the seconds to the first token. Raises BenchFailed with the reason where there is no whole answer."""
     body = {
         "model": "sim-model",
         "prompt": list(request.tokens),
@@ -114,19 +112,22 @@ async def ask(http: httpx.AsyncClient, url: str, request: Request, debug: str) -
         "stream": True,
     }
     started_s = time.perf_counter()
-    ttft_s, ok, record = math.nan, False, {}
+    ttft_s = math.nan
     headers = {"x-kvferry-debug": debug}
-    async with http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:
-        if answer.status_code == 200:
+    try:
+        async with http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:
+            if answer.status_code != 200:
+                raise BenchFailed(f"{answer.status_code}: {(await answer.aread()).decode()[:200]}")
             async for line in answer.aiter_lines():
                 if line == "data: [DONE]":
-                    ok = True
-                elif line.startswith("data: "):
-                    if math.isnan(ttft_s):
-                        ttft_s = time.perf_counter() - started_s
-                    if '"kvferry"' in line:
-                        record = json.loads(line[6:]).get("kvferry", record)
-    return Answered(ttft_s, time.perf_counter() - started_s, ok, record)
+                    return ttft_s
+                if line.startswith('data: {"error"'):
+                    raise BenchFailed(line[:200])
+                if line.startswith("data: ") and math.isnan(ttft_s):
+                    ttft_s = time.perf_counter() - started_s
+    except httpx.TransportError as error:
+        raise BenchFailed(f"{type(error).__name__}: {error}") from error
+    raise BenchFailed("the stream ended without [DONE]")
 
 
 async def computed_tokens(running: Fleet) -> dict[str, int]:
@@ -146,23 +147,34 @@ async def computed_tokens(running: Fleet) -> dict[str, int]:
 
 
 async def replay(
-    running: Fleet, requests: Sequence[Request], advance: Any, debug: str = "1"
-) -> tuple[list[Answered], dict[str, int]]:
-    """All requests at their times; what every worker computed for them."""
+    running: Fleet, case: str, requests: Sequence[Request], advance: Callable[[], None], debug: str = "1"
+) -> tuple[list[float], dict[str, int]]:
+    """Send all requests at their times. Return the seconds to their first tokens, and what every worker computed.
+
+    Raises an ExceptionGroup with a BenchFailed for the first request that fails, or process of the cluster that ends.
+    """
     before = await computed_tokens(running)
     url = running.urls()[0]
-    async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as http:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=120, limits=limits) as http, asyncio.TaskGroup() as tasks:
+        watching = [tasks.create_task(process.fail_at_its_end()) for process in running.processes]
         begin_s = time.perf_counter()
 
-        async def at_its_time(request: Request) -> Answered:
+        async def at_its_time(number: int, request: Request) -> float:
             await asyncio.sleep(max(0.0, begin_s + request.at_s - time.perf_counter()))
-            answered = await ask(http, url, request, debug)
+            try:
+                ttft_s = await ask(http, url, request, debug)
+            except BenchFailed as error:
+                raise BenchFailed(f"{case}: request {number} of {len(requests)}: {error}") from error
             advance()
-            return answered
+            return ttft_s
 
-        answers = await asyncio.gather(*(at_its_time(request) for request in requests))
-    after = await computed_tokens(running)
-    return answers, {worker: after[worker] - before.get(worker, 0) for worker in after}
+        asking = [tasks.create_task(at_its_time(number, request)) for number, request in enumerate(requests, 1)]
+        ttfts_s = [await answer for answer in asking]
+        after = await computed_tokens(running)
+        for task in watching:
+            task.cancel()
+    return ttfts_s, {worker: after[worker] - before[worker] for worker in after}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -170,17 +182,16 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def summarize(requests: Sequence[Request], answers: Sequence[Answered], computed: dict[str, int]) -> dict[str, Any]:
-    ttft_ms = [a.ttft_s * 1e3 for a in answers if a.ok]
+def summarize(requests: Sequence[Request], ttfts_s: Sequence[float], computed: dict[str, int]) -> dict[str, Any]:
+    ttfts_ms = [ttft_s * 1e3 for ttft_s in ttfts_s]
     prefill = [count for worker, count in computed.items() if worker.startswith("prefill")]
     return {
-        "requests": len(answers),
-        "failed": sum(not a.ok for a in answers),
+        "requests": len(requests),
         "prompt_tokens": sum(len(r.tokens) for r in requests),
         "prefill_tokens_computed": sum(computed.values()),
         "of_them_on_decode_workers": sum(n for worker, n in computed.items() if worker.startswith("decode")),
-        "ttft_p50_ms": round(percentile(ttft_ms, 0.5), 1),
-        "ttft_p99_ms": round(percentile(ttft_ms, 0.99), 1),
+        "ttft_p50_ms": round(percentile(ttfts_ms, 0.5), 1),
+        "ttft_p99_ms": round(percentile(ttfts_ms, 0.99), 1),
         "prefill_load_max_over_mean": round(max(prefill) / statistics.mean(prefill), 3) if sum(prefill) else None,
     }
 
@@ -205,7 +216,7 @@ def cluster_of(folder: Path, placement: str, tokens_per_s: float, slow: bool = F
     )
 
 
-async def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+async def run(arguments: argparse.Namespace, results: Results, console: Console) -> None:
     if arguments.trace is not None:
         requests, source = read_trace(arguments.trace, arguments.requests), "trace"
     else:
@@ -213,17 +224,30 @@ async def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]
     mean_tokens = statistics.mean(len(r.tokens) for r in requests)
     rate = arguments.load * 4 * arguments.tokens_per_s / mean_tokens
     requests = paced(requests, rate)
-    results: dict[str, Any] = {
-        "machine": machine_line(),
-        "load": f"{len(requests)} requests ({source}), {rate:.1f}/s, {mean_tokens:.0f} prompt tokens on average, "
-        f"4 prefill and 4 decode workers of {arguments.tokens_per_s:g} prompt tokens/s and 5 ms steps",
-    }
+    results.add(
+        {
+            "machine": machine_line(),
+            "load": f"{len(requests)} requests ({source}), {rate:.1f}/s, {mean_tokens:.0f} prompt tokens on average, "
+            f"4 prefill and 4 decode workers of {arguments.tokens_per_s:g} prompt tokens/s and 5 ms steps",
+        }
+    )
     with tempfile.TemporaryDirectory(prefix="kvferry-routing-") as name, Progress(console=console) as bar:
-        for placement in ("round_robin", "priced") if "replay" in arguments.cases else ():
-            task = bar.add_task(f"replay, {placement}", total=len(requests))
-            async with cluster_of(Path(name) / placement, placement, arguments.tokens_per_s) as running:
-                answers, computed = await replay(running, requests, lambda task=task: bar.advance(task))
-            results.setdefault("replay", {})[placement] = summarize(requests, answers, computed)
+
+        async def replayed(
+            case: str, placement: str, requests: Sequence[Request], debug: str = "1", *, slow: bool = False
+        ) -> tuple[dict[str, Any], dict[str, int], str]:
+            """Return the figures, the prompt tokens that each worker computed, and the id of the first one."""
+            task = bar.add_task(f"{case}, {placement}", total=len(requests))
+            folder = Path(name) / f"{case}-{placement}"
+            async with cluster_of(folder, placement, arguments.tokens_per_s, slow) as running:
+                advance = functools.partial(bar.advance, task)
+                ttfts_s, computed = await replay(running, f"{case}, {placement}", requests, advance, debug)
+                first = running.of(MemberKind.PREFILL)[0].member_id
+            return summarize(requests, ttfts_s, computed), computed, first
+
+        for placement in PLACEMENTS if "replay" in arguments.cases else ():
+            figures, _, _ = await replayed("replay", placement, requests)
+            results.add({"replay": {placement: figures}})
         seeded = random.Random(arguments.seed)
 
         def fresh(count: int) -> list[int]:
@@ -231,45 +255,33 @@ async def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]
 
         beginning = fresh(1024)
         siblings = [Request(0.0, [*beginning, *fresh(8)], 8) for _ in range(32)]
-        for placement in ("round_robin", "priced") if "siblings" in arguments.cases else ():
-            task = bar.add_task(f"32 siblings at once, {placement}", total=32)
-            async with cluster_of(Path(name) / f"burst-{placement}", placement, arguments.tokens_per_s) as running:
-                answers, computed = await replay(running, siblings, lambda task=task: bar.advance(task))
-            results.setdefault("siblings", {})[placement] = {
-                **summarize(siblings, answers, computed),
-                "prefills_of_the_beginning": round((sum(computed.values()) - 32 * 8) / 1024, 2),
-            }
+        for placement in PLACEMENTS if "siblings" in arguments.cases else ():
+            figures, computed, _ = await replayed("siblings", placement, siblings)
+            figures["prefills_of_the_beginning"] = round((sum(computed.values()) - 32 * 8) / 1024, 2)
+            results.add({"siblings": {placement: figures}})
         # All of what three and a half workers compute, and all of it on prefill workers: shares show only where nobody
         # has room to spare.
         count = max(60, arguments.requests // 2)
         at_s = sorted(seeded.uniform(0, 1) for _ in range(count))
         full = 3.5 * arguments.tokens_per_s / 400
         strangers = paced([Request(at, fresh(400), 4) for at in at_s], full)
-        for placement in ("round_robin", "priced") if "half_speed" in arguments.cases else ():
-            task = bar.add_task(f"one prefill worker at half speed, {placement}", total=count)
-            async with cluster_of(Path(name) / f"slow-{placement}", placement, arguments.tokens_per_s, True) as running:
-                slow = running.of(MemberKind.PREFILL)[0].member_id
-                answers, computed = await replay(
-                    running, strangers, lambda task=task: bar.advance(task), "disaggregate"
-                )
+        for placement in PLACEMENTS if "half_speed" in arguments.cases else ():
+            figures, computed, slow = await replayed("half_speed", placement, strangers, "disaggregate", slow=True)
             others = [n for worker, n in computed.items() if worker.startswith("prefill") and worker != slow]
-            results.setdefault("half_speed", {})[placement] = {
-                **summarize(strangers, answers, computed),
-                "share_of_the_slow_one": round(computed[slow] / statistics.mean(others), 3),
-            }
-    return results
+            figures["share_of_the_slow_one"] = round(computed[slow] / statistics.mean(others), 3)
+            results.add({"half_speed": {placement: figures}})
+    show(results.figures, console)
 
 
 def show(results: dict[str, Any], console: Console) -> None:
     table = Table(title=results["load"])
-    for column in ("case", "placement", "failed", "tokens computed", "TTFT p50 ms", "p99 ms", "max/mean", "note"):
+    for column in ("case", "placement", "tokens computed", "TTFT p50 ms", "p99 ms", "max/mean", "note"):
         table.add_column(column, justify="left" if column in ("case", "placement", "note") else "right")
 
     def row(case: str, placement: str, values: dict[str, Any], note: str = "") -> None:
         table.add_row(
             case,
             placement,
-            str(values["failed"]),
             f"{values['prefill_tokens_computed']:,}",
             str(values["ttft_p50_ms"]),
             str(values["ttft_p99_ms"]),
@@ -288,7 +300,7 @@ def show(results: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trace", type=Path, help="a file in Mooncake's format")
     parser.add_argument("--requests", type=int, default=1200, help="of the replay (default: %(default)s)")
@@ -300,10 +312,8 @@ def main() -> None:
     console = Console(stderr=True)
     if not console.is_terminal:
         console = Console(stderr=True, width=160)
-    results = asyncio.run(run(arguments, console))
-    show(results, console)
-    print(json.dumps(results))
+    return run_benchmark("bench-routing", lambda results: asyncio.run(run(arguments, results, console)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,8 @@ with 15, 35 and 50 % of the sessions, floors of 25, 15 and 15 %, caps of 50 % an
 whose blocks never return, from none of all blocks to four fifths of them. Hits are those of 512-token blocks before the
 first miss of a request. The partition is a quarter of the cache with this same policy; LRU is one list over all
 tenants; aggregates leave the neighbour out. Bonus, levels and ghosts are the study's; weights and floors were looked at
-with other splits of the trace (`--seeds 1,2`) than those that the defaults report. The last line is one JSON object.
+with other splits of the trace (`--seeds 1,2`) than those that the defaults report. Each row is a line of JSON on stdout
+when it is measured, and the last line has all.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import argparse
 import json
 import os
 import random
+import sys
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bench.results import Results, run_benchmark
 from kvferry.tenancy.contract import TierContract, TierSettings
 from kvferry.tenancy.outcome import Stored
 from kvferry.tenancy.page import Page
@@ -152,7 +155,7 @@ def neighbour(requests: Sequence[Request], share: float, seed: int) -> Iterator[
         yield Request(at_s, NEIGHBOUR, -1, range(-num_blocks - size, -num_blocks))
 
 
-def bench_one_tenant(requests: Sequence[Request], advance: Any) -> dict[str, Any]:
+def bench_one_tenant(requests: Sequence[Request], advance: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     halves = split(requests, {"one": 0.5, "other": 0.5}, seed=0)
     traces = {"whole": list(requests)} | {
         half: [request for request in halves if request.tenant == half] for half in ("one", "other")
@@ -169,11 +172,13 @@ def bench_one_tenant(requests: Sequence[Request], advance: Any) -> dict[str, Any
                 "gain": round(percents[1] / percents[0], 3),
                 "points": round(percents[1] - percents[0], 2),
             }
-            advance()
+            advance({"one_tenant": {name: {str(size): tables[name][str(size)]}}})
     return tables
 
 
-def bench_tenants(requests: Sequence[Request], seeds: Sequence[int], advance: Any) -> list[dict[str, Any]]:
+def bench_tenants(
+    requests: Sequence[Request], seeds: Sequence[int], advance: Callable[[dict[str, Any]], None]
+) -> list[dict[str, Any]]:
     rows = []
     tenants = list(SESSIONS)
     for seed in seeds:
@@ -205,7 +210,7 @@ def bench_tenants(requests: Sequence[Request], seeds: Sequence[int], advance: An
                         "neighbour_used": cache.policy.usage_of(NEIGHBOUR).used,
                     }
                 )
-                advance()
+                advance({"tenants": rows[-1:]})
     return rows
 
 
@@ -221,35 +226,43 @@ def show(console: Console, one: dict[str, Any], rows: Sequence[dict[str, Any]]) 
     console.print(table)
 
 
-def main() -> None:
+def measure(file: Path, seeds: Sequence[int], results: Results) -> None:
+    console = Console(stderr=True, width=200)
+    requests = read_trace(file)
+    results.add({"seeds": seeds, "machine": machine_line()})
+    with Progress(console=console) as bar:
+        task = bar.add_task("replay", total=3 * len(SIZES) + len(seeds) * len(TENANT_CAPACITIES) * len(NEIGHBOURS))
+
+        def advance(row: dict[str, Any]) -> None:
+            results.add({"tables": row})
+            bar.advance(task)
+
+        one = bench_one_tenant(requests, advance)
+        rows = bench_tenants(requests, seeds, advance)
+    show(console, one, rows)
+    results.add(
+        {
+            "premium_vs_static_min": min(row["premium_vs_static"] for row in rows),
+            "aggregate_vs_lru_points_min": min(row["aggregate_points"] for row in rows),
+            "gain_over_lru_2k": one["whole"]["2000"]["gain"],
+            "gain_over_lru_4k": one["whole"]["4000"]["gain"],
+            "worst_vs_lru_points": min(row["points"] for row in one["whole"].values()),
+        }
+    )
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help=f"the file; else {TRACE} in the folder KVFERRY_TRACES")
     parser.add_argument("--seeds", default="11,12,13", help="splits of the sessions, with commas")
     arguments = parser.parse_args()
-    console = Console(stderr=True, width=200)
     file = find_trace(arguments.trace)
     if not file.is_file():
         print(f"skipped: no {file}; --trace or KVFERRY_TRACES names Mooncake's conversation trace")
-        return
-    requests = read_trace(file)
+        return 0
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
-    with Progress(console=console) as bar:
-        task = bar.add_task("replay", total=3 * len(SIZES) + len(seeds) * len(TENANT_CAPACITIES) * len(NEIGHBOURS))
-        one = bench_one_tenant(requests, lambda: bar.advance(task))
-        rows = bench_tenants(requests, seeds, lambda: bar.advance(task))
-    show(console, one, rows)
-    result = {
-        "premium_vs_static_min": min(row["premium_vs_static"] for row in rows),
-        "aggregate_vs_lru_points_min": min(row["aggregate_points"] for row in rows),
-        "gain_over_lru_2k": one["whole"]["2000"]["gain"],
-        "gain_over_lru_4k": one["whole"]["4000"]["gain"],
-        "worst_vs_lru_points": min(row["points"] for row in one["whole"].values()),
-        "tables": {"one_tenant": one, "tenants": rows},
-        "seeds": seeds,
-        "machine": machine_line(),
-    }
-    print(json.dumps(result), flush=True)
+    return run_benchmark("bench-tenants", lambda results: measure(file, seeds, results))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

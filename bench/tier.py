@@ -14,7 +14,8 @@ With --device gpu, `gpu_read` reads a chunk into a pinned row and copies it to a
 the way back; the bytes of some pages are compared.
 
 `cpu_s_per_gib` is the processor time of this process for verified reads, `write_cpu_s_per_gib` for writes. `sealed_*`
-is the same with AES-256-GCM. The last line is one JSON object.
+is the same with AES-256-GCM. Each measurement (`gb_s_of_rounds`) is a line of JSON on stdout, and the last line has
+all. The first read or write that fails ends the benchmark with exit code 1.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.gpu_pages import GpuPages
-from kvferry.errors import KvferryError
+from bench.results import BenchFailed, Results, run_benchmark
 from kvferry.store import chunk_file, paths
 from kvferry.store.direct_io import aligned_buffer
 from kvferry.store.keyring import SecretsKeyring
@@ -60,10 +61,6 @@ NUM_SCANS = 5
 _SHOWN = (
     "read", "fio_read", "vllm_fs_read", "write", "fio_write", "sealed_read", "sealed_write", "gpu_read", "gpu_write",
 )  # fmt: skip
-
-
-class BenchError(Exception):
-    """Ends the benchmark with a one-line message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +153,7 @@ class Chunks:
         def write(thread: int, chunk: ChunkId) -> None:
             outcome = self.volume.write(self._layout.digest, chunk, random.choice(self._region.rows))
             if outcome is not Outcome.OK:
-                raise BenchError(f"a write ended with {outcome}")
+                raise BenchFailed(f"writing page {chunk.key.hex()}: {outcome}")
 
         measured = timed(self._num_bytes, self._num_threads, chunks, write)
         self._chunks = chunks
@@ -167,7 +164,7 @@ class Chunks:
             row = self._region.rows[thread % NUM_ROWS]
             outcome = self.volume.read(self._layout.digest, chunk, row)
             if outcome is not Outcome.OK:
-                raise BenchError(f"a read ended with {outcome}")
+                raise BenchFailed(f"reading page {chunk.key.hex()}: {outcome}")
 
         return timed(self._num_bytes, self._num_threads, self._shuffled(), read)
 
@@ -181,26 +178,26 @@ class Chunks:
             pages.store(thread)
             outcome = self.volume.write(self._layout.digest, chunk, self._region.rows[thread])
             if outcome is not Outcome.OK:
-                raise BenchError(f"a write ended with {outcome}")
+                raise BenchFailed(f"writing page {chunk.key.hex()}: {outcome}")
 
         measured = timed(self._num_bytes, self._num_threads, chunks, write)
         self._chunks = chunks
         return measured
 
     def read_to_pages(self) -> Measured:
-        """As `read`, to pages of a GPU. Raises BenchError where one has other bytes than its row."""
+        """As `read`, to pages of a GPU. Raises BenchFailed where one has other bytes than its row."""
         pages = self._pages
         assert pages is not None
 
         def read(thread: int, chunk: ChunkId) -> None:
             outcome = self.volume.read(self._layout.digest, chunk, self._region.rows[thread])
             if outcome is not Outcome.OK:
-                raise BenchError(f"a read ended with {outcome}")
+                raise BenchFailed(f"reading page {chunk.key.hex()}: {outcome}")
             pages.load(thread)
 
         measured = timed(self._num_bytes, self._num_threads, self._shuffled(), read)
         if not all(pages.is_equal(thread) for thread in range(self._num_threads)):
-            raise BenchError("a page of the GPU has other bytes than the row that was copied to it")
+            raise BenchFailed("a page of the GPU has other bytes than the row that was copied to it")
         return measured
 
     def close(self) -> None:
@@ -264,7 +261,7 @@ class Fio:
             text=True,
         )
         if done.returncode:
-            raise BenchError(f"fio: {(done.stderr or done.stdout).strip()[-300:]}")
+            raise BenchFailed(f"fio: {(done.stderr or done.stdout).strip()[-300:]}")
         # It may say something before.
         [job] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
         side = job["read" if kind == "randread" else "write"]
@@ -291,15 +288,15 @@ def vllm_loader() -> Callable[[list[str], list[memoryview], bool], Any] | None:
 
 
 def measure(
-    things: dict[str, Callable[[], Measured]], num_rounds: int, advance: Callable[[], None]
+    things: dict[str, Callable[[], Measured]], num_rounds: int, advance: Callable[[str, Measured], None]
 ) -> dict[str, list[Measured]]:
-    """Run each measurement once per round, in a new order each time."""
+    """Run each measurement once per round, in a new order each time, and pass it to `advance`."""
     measured: dict[str, list[Measured]] = {name: [] for name in things}
     names = list(things)
     for round_number in range(num_rounds):
         for name in names[round_number % len(names) :] + names[: round_number % len(names)]:
             measured[name].append(things[name]())
-            advance()
+            advance(name, measured[name][-1])
     return measured
 
 
@@ -350,7 +347,7 @@ def time_scan(folder: Path, layout: ChunkLayout, num_chunks: int) -> float:
         volume.open()
         times_s.append(time.perf_counter() - begin_s)
         if volume.stats.num_chunks != num_chunks:
-            raise BenchError(f"a scan found {volume.stats.num_chunks} of {num_chunks} pages")
+            raise BenchFailed(f"a scan found {volume.stats.num_chunks} of {num_chunks} pages")
         volume.close()
     return statistics.median(times_s)
 
@@ -365,14 +362,14 @@ def drive_of(folder: Path) -> str:
     return best[1]
 
 
-def bench(options: argparse.Namespace, fio_program: str, folder: Path, console: Console) -> dict[str, Any]:
+def bench(options: argparse.Namespace, fio_program: str, folder: Path, results: Results, console: Console) -> None:
     layout = dataclasses.replace(LAYOUT, payload_bytes=options.chunk_kib * 1024)
     num_chunks = options.mib * 2**20 // layout.payload_bytes // options.threads * options.threads
     if num_chunks < 2 * options.threads:
-        raise BenchError(f"--mib {options.mib} are too few pages for {options.threads} threads")
+        raise BenchFailed(f"--mib {options.mib} are too few pages for {options.threads} threads")
     load_before = os.getloadavg()[0]
     if options.device == "gpu" and options.threads > NUM_ROWS:
-        raise BenchError(f"--threads {options.threads}: at most {NUM_ROWS} with --device gpu")
+        raise BenchFailed(f"--threads {options.threads}: at most {NUM_ROWS} with --device gpu")
     device = "cuda:0" if options.device == "gpu" else ""
     chunks = Chunks(folder / "plain", layout, num_chunks, options.threads, device=device)
     sealed = Chunks(folder / "sealed", layout, num_chunks, options.threads, is_sealed=True) if options.sealed else None
@@ -401,26 +398,38 @@ def bench(options: argparse.Namespace, fio_program: str, folder: Path, console: 
             if made is not None:
                 made.write()
                 made.write()
+    results.add(
+        {
+            "page_bytes": layout.payload_bytes,
+            "queue_depth": options.threads,
+            "rounds": options.rounds,
+            "mib_per_run": num_chunks * layout.payload_bytes // 2**20,
+            "is_direct": chunks.volume.stats.is_direct,
+            "drive": drive_of(folder),
+            "machine": machine_line(),
+        }
+    )
     with Progress(console=console) as bar:
         task = bar.add_task("rounds", total=options.rounds * len(things))
-        measured = measure(things, options.rounds, lambda: bar.advance(task))
+
+        def advance(name: str, one: Measured) -> None:
+            results.add({"gb_s_of_rounds": {name: [round(one.gb_s, 3)]}})
+            bar.advance(task)
+
+        measured = measure(things, options.rounds, advance)
+    results.add(summarize(measured))
     for made in (chunks, sealed):
         if made is not None:
             made.close()
     with console.status(f"finding {options.scan_chunks:,} pages"):
         scan_s = time_scan(folder / "scan", layout, options.scan_chunks)
-    return {
-        "page_bytes": layout.payload_bytes,
-        **summarize(measured),
-        "scan_s_per_100k_pages": round(scan_s * 100_000 / options.scan_chunks, 2),
-        "queue_depth": options.threads,
-        "rounds": options.rounds,
-        "mib_per_run": num_chunks * layout.payload_bytes // 2**20,
-        "is_direct": chunks.volume.stats.is_direct,
-        "drive": drive_of(folder),
-        "machine": machine_line(),
-        "load_average": [round(load_before, 2), round(os.getloadavg()[0], 2)],
-    }
+    results.add(
+        {
+            "scan_s_per_100k_pages": round(scan_s * 100_000 / options.scan_chunks, 2),
+            "load_average": [round(load_before, 2), round(os.getloadavg()[0], 2)],
+        }
+    )
+    show(results.figures, console)
 
 
 def show(results: dict[str, Any], console: Console) -> None:
@@ -472,18 +481,9 @@ def main() -> int:
         return 2
     folder = Path(tempfile.mkdtemp(prefix="kvferry-bench-tier-", dir=options.folder))
     try:
-        results = bench(options, fio_program, folder, console)
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return 130
-    except (BenchError, KvferryError, OSError, RuntimeError) as error:
-        console.print(f"bench-tier: {error}", style="red", markup=False)
-        return 1
+        return run_benchmark("bench-tier", lambda results: bench(options, fio_program, folder, results, console))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    show(results, console)
-    print(json.dumps(results), flush=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -25,9 +25,10 @@ from support.engine_forks import forked_engines
 from support.suite_report import SuiteReport
 from support.suite_schedule import UnitScheduling, this_machine, write_units
 
-# A machine that does other work too is slow, not wrong.
-hypothesis.settings.register_profile("kvferry", deadline=None)
-hypothesis.settings.load_profile("kvferry")
+# A machine that does other work too is slow, not wrong. Tests with many examples take these numbers, or a part of them.
+hypothesis.settings.register_profile("kvferry", deadline=None, max_examples=100)
+hypothesis.settings.register_profile("kvferry-full", deadline=None, max_examples=300)
+hypothesis.settings.load_profile("kvferry-full" if os.environ.get("KVFERRY_FULL") == "1" else "kvferry")
 
 
 _exit_status = 0

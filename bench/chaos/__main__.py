@@ -1,15 +1,15 @@
 """`python -m bench.chaos`: break a cluster of real processes under load, and say what its clients saw.
 
-Prints a table, and as its last line one JSON object. Exits with 1 when a request failed that should not have, an answer
-differs from the undisturbed one or came from a worker of another model than its gateway's, or when overload costs more
-than it may. Bounded: by the number of kills, and by --timeout in all.
+Each fault's figures are a line of JSON on stdout when it is over, and the last line has all. The run ends with exit
+code 1 at the first request that fails although it should not, after a fault under which an answer differed from the
+undisturbed one or came from a worker of another model than its gateway's, and where overload costs more than it may.
+Bounded: by the number of kills, and by --timeout in all.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import tempfile
@@ -25,29 +25,30 @@ from rich.table import Table
 from bench.chaos import overload
 from bench.chaos.faults import Fault, etcd_away, hanging, killing, leaving, poisoning, upgrading
 from bench.chaos.fleet import Fleet, fleet
-from bench.chaos.load import Client, Load, make_prompts, summarize
+from bench.chaos.load import Client, Load, compare, make_prompts, raise_failure, summarize
+from bench.results import BenchFailed, Results, run_benchmark
 from kvferry.membership.base import MemberKind
 from kvferry_loadtest.machine import machine_line
 
 # More than the workers keep: most prompts have to be computed when they come again.
 NUM_PROMPTS = 320
-MIN_GOODPUT = 0.95  # of the capacity, under overload
 
 
 async def ask_undisturbed(running: Fleet, prompts: list[str], max_tokens: int) -> list[str]:
-    """What every prompt must give."""
+    """Return what every prompt must give. Raises BenchFailed at the first request that fails or is disturbed."""
     client = Client(running.urls, prompts, max_tokens)
+    texts: list[str] = []
     try:
-        outcomes = [
-            outcome
-            for first in range(0, len(prompts), 32)
-            for outcome in await asyncio.gather(*(client.ask(i) for i in range(first, min(first + 32, len(prompts)))))
-        ]
+        for first in range(0, len(prompts), 32):
+            numbers = range(first, min(first + 32, len(prompts)))
+            for outcome in await asyncio.gather(*map(client.ask, numbers)):
+                raise_failure(outcome)
+                if outcome.affected:
+                    raise BenchFailed(f"prompt {outcome.prompt} at {outcome.url}: disturbed, without a fault")
+                texts.append(outcome.text)
     finally:
         await client.close()
-    broken = [outcome.error for outcome in outcomes if outcome.error or outcome.affected]
-    assert not broken, f"an undisturbed request failed: {broken[0]}"
-    return [outcome.text for outcome in outcomes]
+    return texts
 
 
 async def run_fault(
@@ -57,25 +58,28 @@ async def run_fault(
     load: Load,
     expected: list[str],
     seeded: random.Random,
-    say: Any,
-) -> dict[str, Any]:
-    load.outcomes, revision = [], _revision(running)
+    say: Callable[[str], None],
+    add: Callable[[dict[str, Any]], None],
+) -> None:
+    """Inflict a fault under load and `add` its row, also where a request fails, which raises what Load.running does.
+
+    Raises BenchFailed for a wrong answer.
+    """
+    revision = _revision(running)
     before = sum(process.num_kills for process in running.processes)
-    async with load.running():
-        await fault(running, seeded, times, say)
-    kills = sum(process.num_kills for process in running.processes) - before
-    outcomes, load.outcomes = load.outcomes, []
+    try:
+        async with load.running():
+            await fault(running, seeded, times, say)
+    finally:
+        kills = sum(process.num_kills for process in running.processes) - before
+        # Below zero where processes left for good.
+        add(summarize(load.outcomes, kills if kills > 0 else times))
     # Another model has other answers, and none that is of both.
     by_revision = {revision: expected}
     if (changed := _revision(running)) != revision:
         by_revision[changed] = await ask_undisturbed(running, load.client.prompts, load.client.max_tokens)
         assert by_revision[changed] != expected
-
-    def expected_at(url: str) -> list[str]:
-        return by_revision[running.models[url]["revision"]]
-
-    # Below zero where processes left for good.
-    return summarize(outcomes, expected_at, kills if kills > 0 else times, running.is_foreign)
+    compare(load.outcomes, lambda url: by_revision[running.models[url]["revision"]], running.is_foreign)
 
 
 def _revision(running: Fleet) -> str:
@@ -99,11 +103,9 @@ RELEASES = "releases"
 OVERLOAD = "overload"
 
 
-async def run(arguments: argparse.Namespace, console: Console) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return a row per fault, and that of the overload, empty unless it was chosen."""
+async def run(arguments: argparse.Namespace, results: Results, console: Console) -> None:
+    """Add a row per fault, and that of the overload. Raises BenchFailed where --timeout is over."""
     chosen = arguments.faults.split(",") if arguments.faults else [*FAULTS, RELEASES, OVERLOAD]
-    rows: dict[str, dict[str, Any]] = {}
-    overloaded: dict[str, Any] = {}
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with tempfile.TemporaryDirectory(prefix="kvferry-chaos-") as folder, Progress(*columns, console=console) as bar:
         task = bar.add_task("starting the cluster")
@@ -111,26 +113,31 @@ async def run(arguments: argparse.Namespace, console: Console) -> tuple[dict[str
         def say(what: str) -> None:
             bar.update(task, description=what)
 
-        if faults := [name for name in chosen if name in FAULTS]:
-            rows |= await _run_faults(Path(folder), {name: FAULTS[name](arguments) for name in faults}, arguments, say)
-        if RELEASES in chosen:
-            plan = {RELEASES: (killing(MemberKind.DECODE), max(1, arguments.kills // 4))}
-            rows |= await _run_faults(Path(folder) / RELEASES, plan, arguments, say, overrides=_of_two_releases)
-        if OVERLOAD in chosen:
-            overloaded = await overload.measure(Path(folder) / OVERLOAD, arguments.overload_s, arguments.seed, say)
-    return rows, overloaded
+        try:
+            async with asyncio.timeout(arguments.timeout) as limit:
+                if faults := {name: FAULTS[name](arguments) for name in chosen if name in FAULTS}:
+                    await _run_faults(Path(folder), faults, arguments, results, say)
+                if RELEASES in chosen:
+                    plan = {RELEASES: (killing(MemberKind.DECODE), max(1, arguments.kills // 4))}
+                    await _run_faults(Path(folder) / RELEASES, plan, arguments, results, say, _of_two_releases)
+                if OVERLOAD in chosen:
+                    await overload.measure(Path(folder) / OVERLOAD, arguments.overload_s, arguments.seed, say, results)
+        except TimeoutError as error:
+            if limit.expired():
+                raise BenchFailed(f"not over within --timeout {arguments.timeout:g} s") from error
+            raise
 
 
 async def _run_faults(
     folder: Path,
     plan: Mapping[str, tuple[Fault, int]],
     arguments: argparse.Namespace,
+    results: Results,
     say: Callable[[str], None],
-    **values: Any,
-) -> dict[str, dict[str, Any]]:
+    overrides: Callable[[MemberKind, int], dict[str, Any]] = lambda kind, i: {},
+) -> None:
     prompts = make_prompts(NUM_PROMPTS, arguments.seed)
-    rows: dict[str, dict[str, Any]] = {}
-    async with fleet(folder, **values) as running:
+    async with fleet(folder, mortal=True, overrides=overrides) as running:
         say("asking every prompt once, undisturbed")
         expected = await ask_undisturbed(running, prompts, arguments.max_tokens)
         for name, (fault, times) in plan.items():
@@ -138,42 +145,39 @@ async def _run_faults(
             load = Load(client, len(prompts), arguments.streams)
 
             def tell(what: str, load: Load = load) -> None:
-                failed = sum(bool(outcome.error) for outcome in load.outcomes)
-                say(f"{what}: {len(load.outcomes)} requests, {failed} failed")
+                say(f"{what}: {len(load.outcomes)} requests")
+
+            def add(row: dict[str, Any], name: str = name) -> None:
+                results.add({"faults": {name: row}})
 
             tell(name)
             try:
-                rows[name] = await run_fault(running, fault, times, load, expected, random.Random(arguments.seed), tell)
+                await run_fault(running, fault, times, load, expected, random.Random(arguments.seed), tell, add)
             finally:
                 await client.close()
-    return rows
 
 
 def _of_two_releases(kind: MemberKind, i: int) -> dict[str, Any]:
     return {"release": "previous"} if kind is MemberKind.GATEWAY and i else {}
 
 
-def show(rows: dict[str, dict[str, Any]], overloaded: dict[str, Any], console: Console) -> None:
+def show(results: dict[str, Any], console: Console) -> None:
     table = Table(title="what clients saw")
-    names = ("kills", "requests", "failed", "continued", "recomputed", "retried", "inexact", "foreign")
+    names = ("kills", "requests", "continued", "recomputed", "retried")
     for column in ("fault", *names, "extra ms"):
         table.add_column(column, justify="left" if column == "fault" else "right")
-    for name, row in rows.items():
+    for name, row in results.get("faults", {}).items():
         extra = "" if row["extra_ms_p50"] is None else f"{row['extra_ms_p50']:.0f}"
         table.add_row(name, *(str(row[key]) for key in names), extra)
     console.print(table)
-    for name, row in rows.items():
-        for error in row["errors"]:
-            console.print(f"{name}: {error}")
-    if overloaded:
+    if overloaded := results.get("overload"):
         console.print(
             f"overload: {overloaded['overload_per_s']} answers/s of {overloaded['capacity_per_s']} at capacity "
-            f"({overloaded['goodput']}); {overloaded['refused']} refused, for which "
-            f"{overloaded['refused_tokens_computed']} prompt tokens were computed"
+            f"({overloaded['goodput']}); {overloaded['refused']} refused"
         )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         prog="bench.chaos", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -187,29 +191,23 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=1500, help="seconds in all (default: %(default)s)")
     arguments = parser.parse_args()
     console = Console(stderr=True)
-    started_s = time.perf_counter()
-    rows, overloaded = asyncio.run(asyncio.wait_for(run(arguments, console), arguments.timeout))
-    show(rows, overloaded, console)
-    print(
-        json.dumps(
+
+    def measure(results: Results) -> None:
+        results.add(
             {
                 "machine": machine_line(),
                 "load": f"{arguments.streams} streams, closed loop, {arguments.max_tokens} tokens each, greedy, sim "
                 "engines at 10 ms a step and 2,000 prompt tokens/s; 2 prefill workers, 3 decode workers, 2 gateways, "
                 "1 etcd",
-                "seconds": round(time.perf_counter() - started_s),
-                "faults": rows,
-                "overload": overloaded,
             }
         )
-    )
-    if any(row["failed"] or row["inexact"] or row["foreign"] for row in rows.values()):
-        sys.exit(1)
-    if overloaded and (
-        overloaded["goodput"] < MIN_GOODPUT or overloaded["refused_tokens_computed"] > 0 or overloaded["errors"]
-    ):
-        sys.exit(1)
+        started_s = time.perf_counter()
+        asyncio.run(run(arguments, results, console))
+        results.add({"seconds": round(time.perf_counter() - started_s)})
+        show(results.figures, console)
+
+    return run_benchmark("chaos", measure)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

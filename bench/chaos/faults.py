@@ -10,6 +10,7 @@ import httpx
 
 from bench.chaos.fleet import Fleet, Process
 from bench.chaos.member import POISON
+from bench.results import BenchFailed
 from kvferry.membership.base import MemberKind
 from kvferry.router.engine_losses import MAX_LOSSES
 
@@ -66,8 +67,8 @@ async def poisoning(fleet: Fleet, seeded: random.Random, times: int, progress: P
             for url in fleet.urls():
                 # The second gateway knows from the first one.
                 answer = await http.post(f"{url}/v1/completions", json=body)
-                assert answer.status_code == 500, answer.text
-                assert answer.json()["error"]["code"] == "request_quarantined", answer.text
+                if answer.status_code != 500 or answer.json()["error"]["code"] != "request_quarantined":
+                    raise BenchFailed(f"poison {i} at {url}: {answer.status_code}: {answer.text}")
             # An engine's process ends a moment after its requests.
             while (dead := sum(process.num_kills for process in fleet.processes) - before) < MAX_LOSSES:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -76,7 +77,8 @@ async def poisoning(fleet: Fleet, seeded: random.Random, times: int, progress: P
             for task in ending:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
-            assert dead == MAX_LOSSES, f"one request ended {dead} engines"
+            if dead != MAX_LOSSES:
+                raise BenchFailed(f"poison {i} ended {dead} engines")
             progress(f"poison {i + 1}/{times}")
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,10 +18,12 @@ from typing import Any
 import httpx
 
 from bench.etcd_server import EtcdServer
+from bench.results import BenchFailed
 from kvferry.addresses import free_port
 from kvferry.membership.base import WORKER_KINDS, MemberKind
 
 START_TIMEOUT_S = 60.0
+LOG_CHARS = 2000  # of a process that has ended
 
 
 @dataclass
@@ -57,7 +60,8 @@ class Process:
         assert self.process.stdout is not None
         async with asyncio.timeout(START_TIMEOUT_S):
             line = await self.process.stdout.readline()
-        assert line, f"{self.kind.value} did not start; see {self.log}:\n{self.log.read_text()[-2000:]}"
+        if not line:
+            raise BenchFailed(f"a {self.kind.value} process did not start: {self.log.read_text()[-LOG_CHARS:].strip()}")
         self.member_id = json.loads(line)["member_id"]
 
     async def kill(self) -> None:
@@ -80,6 +84,12 @@ class Process:
         self.ready = False
         self.process.terminate()
         await self.process.wait()
+
+    async def fail_at_its_end(self) -> None:
+        """Wait until the process ends, for whatever reason. Raises BenchFailed with the end of its log."""
+        assert self.process is not None
+        status = await self.process.wait()
+        raise BenchFailed(f"{self.member_id} ended with {status}: {self.log.read_text()[-LOG_CHARS:].strip()}")
 
     async def end(self) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -118,10 +128,13 @@ class Fleet:
 
     async def complete(self, within_s: float = 60.0) -> None:
         """Wait until every gateway has a link to every worker of its model, and to no other."""
-        async with httpx.AsyncClient(timeout=5) as http, asyncio.timeout(within_s):
+        deadline_s = time.monotonic() + within_s
+        async with httpx.AsyncClient(timeout=5) as http:
             for process in self.of(MemberKind.GATEWAY):
                 members: set[str] = set()
-                while members != self._workers_of(process):
+                while members != (wanted := self._workers_of(process)):
+                    if time.monotonic() > deadline_s:
+                        raise BenchFailed(f"{process.url} has links to {members}, not to {wanted}, for {within_s:g} s")
                     with contextlib.suppress(httpx.TransportError):
                         answer = (await http.get(f"{process.url}/readyz")).json()
                         members = set(answer["members"])
@@ -160,7 +173,8 @@ async def fleet(
 ) -> AsyncIterator[Fleet]:
     """A running cluster of sim engines.
 
-    `values` are sections of its configuration; `overrides` gives sections of one member's own, by kind and number.
+    `values` are sections of its configuration, and options of `bench.chaos.member`; `overrides` gives those of one
+    member, by kind and number.
     """
     (folder / "etcd").mkdir(parents=True)
     with EtcdServer(folder / "etcd") as etcd:

@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from bench.results import BenchFailed
+
 MAX_ATTEMPTS = 8
 
 
@@ -130,53 +132,62 @@ class Load:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Load while the block runs; its requests in flight finish before this returns."""
+        """Load while the block runs; its requests in flight finish before this returns.
+
+        Raises an ExceptionGroup with a BenchFailed, and cancels the block, at the first request that fails.
+        """
         stopping = asyncio.Event()
 
         async def stream(first: int) -> None:
             prompt = first
             while not stopping.is_set():
-                self.outcomes.append(await self.client.ask(prompt % self.num_prompts))
+                outcome = await self.client.ask(prompt % self.num_prompts)
+                raise_failure(outcome)
+                self.outcomes.append(outcome)
                 prompt += self.num_streams
 
-        streams = [asyncio.create_task(stream(i)) for i in range(self.num_streams)]
-        try:
+        async with asyncio.TaskGroup() as streams:
+            for i in range(self.num_streams):
+                streams.create_task(stream(i))
             yield
             stopping.set()
-            await asyncio.gather(*streams)
-        finally:
-            for task in streams:
-                task.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
 
 
-def summarize(
-    outcomes: Sequence[Outcome],
-    expected_at: Callable[[str], Sequence[str]],
-    kills: int,
-    is_foreign: Callable[[str, str], bool],
-) -> dict[str, Any]:
-    """The row of one fault. `extra_ms_p50` compares requests that it touched with those that it did not.
+def raise_failure(outcome: Outcome) -> None:
+    """Raise BenchFailed where a request has failed."""
+    if outcome.error:
+        raise BenchFailed(f"prompt {outcome.prompt} at {outcome.url}: {outcome.error}")
 
-    `expected_at` returns the texts of a gateway's model by its URL, for each prompt. `is_foreign` tells of a gateway's
-    URL and a worker's id whether their models differ.
-    """
-    failed = [outcome for outcome in outcomes if outcome.error]
-    whole = [outcome for outcome in outcomes if not outcome.error]
-    calm_s = [outcome.elapsed_s for outcome in whole if not outcome.affected]
-    touched_s = [outcome.elapsed_s for outcome in whole if outcome.affected]
+
+def summarize(outcomes: Sequence[Outcome], kills: int) -> dict[str, Any]:
+    """The row of one fault. `extra_ms_p50` compares requests that it touched with those that it did not."""
+    calm_s = [outcome.elapsed_s for outcome in outcomes if not outcome.affected]
+    touched_s = [outcome.elapsed_s for outcome in outcomes if outcome.affected]
     extra_ms = None
     if calm_s and touched_s:
         extra_ms = round((statistics.median(touched_s) - statistics.median(calm_s)) * 1e3, 1)
     return {
         "kills": kills,
         "requests": len(outcomes),
-        "failed": len(failed),
-        "continued": sum(outcome.continued for outcome in whole),
-        "recomputed": sum(outcome.recomputed for outcome in whole),
+        "continued": sum(outcome.continued for outcome in outcomes),
+        "recomputed": sum(outcome.recomputed for outcome in outcomes),
         "retried": sum(outcome.num_attempts > 1 for outcome in outcomes),
-        "inexact": sum(outcome.text != expected_at(outcome.url)[outcome.prompt] for outcome in whole),
-        "foreign": sum(any(is_foreign(each.url, worker) for worker in each.workers) for each in whole),
         "extra_ms_p50": extra_ms,
-        "errors": sorted({outcome.error for outcome in failed})[:3],
     }
+
+
+def compare(
+    outcomes: Sequence[Outcome],
+    expected_at: Callable[[str], Sequence[str]],
+    is_foreign: Callable[[str, str], bool],
+) -> None:
+    """Raise BenchFailed for the first answer that differs, or that came from a worker of another model.
+
+    `expected_at` returns the texts of a gateway's model by its URL, for each prompt. `is_foreign` tells of a gateway's
+    URL and a worker's id whether their models differ.
+    """
+    for each in outcomes:
+        if each.text != (expected := expected_at(each.url)[each.prompt]):
+            raise BenchFailed(f"prompt {each.prompt} at {each.url}: {each.text!r}, undisturbed {expected!r}")
+        if foreign := [worker for worker in each.workers if is_foreign(each.url, worker)]:
+            raise BenchFailed(f"prompt {each.prompt} at {each.url}: answered by {foreign[0]}, which has another model")

@@ -1,9 +1,9 @@
 """One worker or gateway as a process of its own: `python -m bench.chaos.member KIND PORT CONFIG`, CONFIG as JSON.
 
 What a Serve replica does, without Serve: a test kills and starts these a hundred times. Prints one line once it serves
-and goes on until it is killed, or ends itself when its engine dies. An engine dies of a prompt with the word POISON.
-CONFIG may have `release: previous`: the process then says and sends no more than the release before versions of the
-protocol.
+and goes on until it is killed, or ends itself when its engine dies. CONFIG may have two options beside the sections of
+a configuration: with `mortal: true` an engine dies of a prompt with the word POISON, and with `release: previous` the
+process says and sends no more than the release before versions of the protocol.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def be_previous_release() -> None:
 async def run(kind: MemberKind, port: int, values: dict[str, object]) -> None:
     if values.pop("release", "") == "previous":
         be_previous_release()
+    is_mortal = values.pop("mortal", False)
     asked_to_stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked_to_stop.set)
     config = configuration.parse(values)
@@ -70,8 +71,9 @@ async def run(kind: MemberKind, port: int, values: dict[str, object]) -> None:
         await gateway.stop()
         return
     engine = build_engine(config, kind, config.model.path)
-    assert isinstance(engine, SimEngine)
-    make_mortal(engine)
+    if is_mortal:
+        assert isinstance(engine, SimEngine)
+        make_mortal(engine)
     worker = WorkerHost(config, kind, engine, membership)
     await worker.start()
     print(json.dumps({"member_id": worker.worker_id}), flush=True)

@@ -28,9 +28,8 @@ def why_failed(part: Part, out: Path, exit_code: int) -> str:
             return f"{len(failed)} of {len(tests)} tests failed: {', '.join(failed[:_MAX_TESTS_NAMED])}"
     elif exit_code == 0 and not _json_of(out):
         return f"it printed no figures: {_last_lines(out)}"
-    elif failures := _json_of(out).get("failures"):
-        # Of bench-rag: deployments that did not come up, beside those that did.
-        return f"{', '.join(map(str, failures))}: {str(next(iter(failures.values())))[:MAX_REASON_CHARS]}"
+    elif failure := _json_of(out).get("failure"):
+        return f"exit code {exit_code}: {str(failure)[:MAX_REASON_CHARS]}"
     return f"exit code {exit_code}: {_last_lines(out)}" if exit_code else ""
 
 

@@ -22,9 +22,9 @@ from kvferry_loadtest.errors import LoadtestError, ScenarioError
 from kvferry_loadtest.floor import floor_of
 from kvferry_loadtest.importers import import_result
 from kvferry_loadtest.report import write_report
-from kvferry_loadtest.result import Result, read_result, write_result
+from kvferry_loadtest.result import read_result, write_result
+from kvferry_loadtest.run import Outcomes, Target, run
 from kvferry_loadtest.run import Progress as RunProgress
-from kvferry_loadtest.run import Target, run
 from kvferry_loadtest.terminal import Progress, print_summary
 from kvferry_loadtest.workloads import make_plan
 
@@ -149,7 +149,7 @@ def run_scenario(
         loaded = load(scenario, overrides, seed)
         if repeat:
             loaded = msgspec.structs.replace(loaded, seed=loaded.seed + repeat)
-        results.append(run_once(loaded, target, repeat, out, keep_records=keep_records))
+        results.append(run_once(loaded, target, repeat, out, keep_records=keep_records).result)
     if with_report:
         click.echo(f"report: {write_report(results, out)}")
     if not all(result.harness.ok for result in results):
@@ -158,7 +158,7 @@ def run_scenario(
 
 def run_once(
     loaded: scenarios.Scenario, target: Target, repeat: int, out: Path, *, keep_records: bool = False
-) -> Result:
+) -> Outcomes:
     """One run with its progress, its files and its summary."""
     plan = make_plan(loaded)
     with Progress(console, f"{loaded.name} on {target.deployment}") as progress:
@@ -188,7 +188,7 @@ def run_once(
         # A table would be believed.
         console.print(f"[bold red]no figures: the harness was the bottleneck:[/] {result.harness.reason}")
     console.print(f"result: {out / f'{stem}.json'}", highlight=False)
-    return result
+    return outcomes
 
 
 @main.command("report")

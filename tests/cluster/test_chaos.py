@@ -42,7 +42,7 @@ MET = {"prefill": "recomputed", "decode": "continued", "hang": "continued", "gat
 
 async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
     prompts = make_prompts(64, SEED)
-    async with fleet(tmp_path) as running:
+    async with fleet(tmp_path, mortal=True) as running:
         expected = await ask_undisturbed(running, prompts, MAX_TOKENS)
         rows: dict[str, dict[str, Any]] = {}
 
@@ -50,8 +50,12 @@ async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
             fault, times = FAULTS[name]
             client = Client(running.urls, prompts, MAX_TOKENS)
             load = Load(client, len(prompts), NUM_STREAMS)
-            row = await run_fault(running, fault, times, load, expected, random.Random(seed), lambda what: None)
-            rows[name] = row if name not in rows else _added(rows[name], row)
+
+            def add(row: dict[str, Any]) -> None:
+                rows[name] = row if name not in rows else _added(rows[name], row)
+
+            # Raises for a request that failed and for an answer that differs.
+            await run_fault(running, fault, times, load, expected, random.Random(seed), lambda what: None, add)
             await client.close()
 
         for name in FAULTS:
@@ -62,7 +66,6 @@ async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
                 if name not in MET or rows[name][MET[name]]:
                     break
     for name, row in rows.items():
-        assert (row["failed"], row["inexact"], row["foreign"]) == (0, 0, 0), f"{name}: {row}"
         assert row["requests"] >= NUM_STREAMS
         if name not in ("gateway", "upgrade"):
             assert row["retried"] == 0, (name, row)
@@ -71,6 +74,5 @@ async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
 
 
 def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The counts of both, and their errors."""
-    counts = ("requests", "failed", "inexact", "foreign", "continued", "recomputed", "retried")
-    return {key: one[key] + other[key] for key in (*counts, "errors")}
+    """The counts of both."""
+    return {key: one[key] + other[key] for key in ("requests", "continued", "recomputed", "retried")}

@@ -177,7 +177,7 @@ def test_what_a_chat_template_adds_counts_where_it_is_known() -> None:
 parts = st.lists(st.builds(Segment, st.sampled_from("abc"), st.sampled_from([1, 3, 8])), min_size=1, max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(prompts=st.lists(parts, min_size=1, max_size=10), page_tokens=st.sampled_from([1, 2, 4, 16]))
 def test_floor_agrees_with_comparing_token_by_token(prompts: list[list[Segment]], page_tokens: int) -> None:
     requests = tuple(

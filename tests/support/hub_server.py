@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,7 +36,7 @@ class Hub:
     num_elsewhere_refused: int = 0  # answers of the other host that are 403, as of an address that has expired
     refusal: tuple[int, str] | None = None  # status and X-Error-Code of every answer
     listing: Any = None  # instead of the files' own
-    listing_chunks: Iterator[bytes] | None = None  # instead of the whole answer with a listing
+    listing_chunks: Iterable[bytes] | None = None  # instead of the whole answer with a listing
     listing_encoding: str = ""  # Content-Encoding that it claims
     listed: Callable[[], None] = lambda: None  # called before an answer with a listing
     cut: Callable[[], None] = lambda: None  # called before an answer that is cut
@@ -81,6 +81,7 @@ class Hub:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each body waits 40 ms for the client to acknowledge its head
     hub: Hub
 
     def log_message(self, format: str, *args: Any) -> None:

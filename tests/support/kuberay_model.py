@@ -386,7 +386,7 @@ class Model:
 
 @functools.cache
 def _applications(serve_config: str) -> list[Document]:
-    return list((yaml.safe_load(serve_config) or {}).get("applications", []))
+    return list((yaml.load(serve_config, Loader=yaml.CSafeLoader) or {}).get("applications", []))
 
 
 # A release says the same for many turns.
@@ -401,7 +401,7 @@ def _versions(serve_config: str) -> dict[str, str]:
     found = {}
     for application in _applications(serve_config):
         version = json.dumps([application.get("import_path"), application.get("args")], sort_keys=True)
-        found |= dict.fromkeys(worker_counts(yaml.safe_dump({"applications": [application]})), version)
+        found |= dict.fromkeys(worker_counts(json.dumps({"applications": [application]})), version)
     return found
 
 
@@ -411,7 +411,7 @@ def _needs(serve_config: str) -> dict[str, int]:
     needs = {}
     for application in _applications(serve_config):
         for deployment in application["deployments"]:
-            groups = worker_counts(yaml.safe_dump({"applications": [{"deployments": [deployment]}]}))
+            groups = worker_counts(json.dumps({"applications": [{"deployments": [deployment]}]}))
             num_gpus = (deployment.get("ray_actor_options") or {}).get("num_gpus", 0)
             needs |= dict.fromkeys(groups, int(num_gpus))
     return needs
@@ -442,6 +442,7 @@ def serving(model: Model) -> Iterator[str]:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # or each body waits 40 ms for the client to acknowledge its head
 
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))

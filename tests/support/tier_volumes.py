@@ -15,11 +15,14 @@ Opened = Callable[..., Volume]
 
 @contextlib.contextmanager
 def opened_volumes(folder: Path) -> Iterator[Opened]:
-    """Yield a function that opens volumes below `folder`; those still open are checked and closed at the end."""
+    """Yield a function that opens volumes below `folder`; those still open are checked and closed at the end.
+
+    None of them waits for a lock.
+    """
     volumes: list[Volume] = []
 
     def open_volume(name: str = "v", *, chunks: int = 8, **values: Any) -> Volume:
-        volume = Volume(folder / name, capacity_bytes=chunks * CHUNK_BYTES, **values)
+        volume = Volume(folder / name, capacity_bytes=chunks * CHUNK_BYTES, **{"lock_patience_s": 0.0, **values})
         volume.open()
         volumes.append(volume)
         return volume

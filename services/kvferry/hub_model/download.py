@@ -8,7 +8,7 @@ import errno
 import hashlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from urllib.parse import quote
@@ -16,7 +16,7 @@ from urllib.parse import quote
 import httpx
 
 from kvferry.errors import ConfigError, UnavailableError
-from kvferry.hub_model.listing import PLAIN_HEADERS, HubFile, encoding_of, is_page, refusal, words
+from kvferry.hub_model.listing import PLAIN_HEADERS, HubFile, encoding_of, is_page, refusal, ssl_context, words
 from kvferry.hub_model.staging import Staging, open_to_append
 
 NUM_AT_ONCE = 4
@@ -26,7 +26,11 @@ MAX_MISMATCHES = 3
 MAX_TRIES = 100  # of one file, with or without new bytes
 _CHUNK_BYTES = 1 << 20
 _TIMEOUT_S = 60.0  # until the connection, and between two chunks
+FIRST_PAUSE_S = 1.0  # after a failure; each further one doubles it
 _LONGEST_PAUSE_S = 30.0
+
+# Waits for an event so many seconds at most, and returns whether it is set.
+Pause = Callable[[threading.Event, float], bool]
 
 
 class Downloads:
@@ -42,9 +46,9 @@ class Downloads:
         endpoint: str,
         path: str,
         token: str,
-        pause_s: float = 1.0,
+        pause: Pause,
     ) -> None:
-        """`path` is of the commit below `endpoint`; `pause_s` is the first pause after a failure."""
+        """`path` is of the commit below `endpoint`."""
         self.num_bytes = sum(file.size_bytes for file in files)
         self._files = files
         self._tree = tree
@@ -53,7 +57,7 @@ class Downloads:
         self._endpoint = endpoint
         self._base_url = f"{endpoint.rstrip('/')}/{path}"
         self._token = token
-        self._pause_s = pause_s
+        self._pause = pause
         self._stopping = threading.Event()
         for file in files:
             self._adopt(file)
@@ -78,7 +82,7 @@ class Downloads:
         headers = PLAIN_HEADERS | ({"authorization": f"Bearer {self._token}"} if self._token else {})
         # Other hosts, to which the hub redirects, do not get the token: httpx drops it.
         with (
-            httpx.Client(headers=headers, timeout=_TIMEOUT_S, follow_redirects=True) as client,
+            httpx.Client(headers=headers, timeout=_TIMEOUT_S, follow_redirects=True, verify=ssl_context()) as client,
             ThreadPoolExecutor(NUM_AT_ONCE) as pool,
         ):
             futures = [pool.submit(self._fetch, client, file) for file in self._files]
@@ -134,8 +138,8 @@ class Downloads:
                     ) from None
             if num_tries == MAX_TRIES:
                 raise UnavailableError(f"{file.path}: {MAX_TRIES} tries, the last one: {fault}")
-            pause_s = min(_LONGEST_PAUSE_S, self._pause_s * 2.0 ** max(0, num_failures - 1))
-            if self._stopping.wait(max(pause_s, again_s)):
+            pause_s = min(_LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** max(0, num_failures - 1))
+            if self._pause(self._stopping, max(pause_s, again_s)):
                 raise UnavailableError("another file failed")
         self._staging.check()
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvferry.engine.vllm.weights import write_manifest
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model import marker
-from kvferry.hub_model.download import MAX_FAILURES, Downloads
+from kvferry.hub_model.download import FIRST_PAUSE_S, MAX_FAILURES, Downloads, Pause
 from kvferry.hub_model.listing import Listing, list_model
 from kvferry.hub_model.staging import Report, Staging, claimed
 
@@ -33,9 +33,12 @@ def fill(
     report: Report,
     endpoint: str = DEFAULT_ENDPOINT,
     token: str = "",
-    pause_s: float = 1.0,
+    pause: Pause = threading.Event.wait,
 ) -> None:
-    """Raises ConfigError where another try is in vain, UnavailableError where it goes on with what is there."""
+    """Raises ConfigError where another try is in vain, UnavailableError where it goes on with what is there.
+
+    `pause` waits before another try, as threading.Event.wait does.
+    """
     # In a folder beside it, which gets the name when it is whole.
     if not marker.why_not_whole(folder, model, revision):
         report(f"{folder} holds {model} at {revision} already")
@@ -56,7 +59,7 @@ def fill(
         if staging is None:
             report(f"{folder} holds {model} at {revision} now")
             return
-        listing = _list(model, revision, endpoint, token, report=report, pause_s=pause_s)
+        listing = _list(model, revision, endpoint, token, report=report, pause=pause)
         tree = _own_tree(staging, f"tree-{listing.key(model)}")
         parts = staging.folder / "parts"
         _drop_all_but({tree, parts, *staging.own_files}, staging.folder)
@@ -69,7 +72,7 @@ def fill(
             endpoint=endpoint,
             path=f"{model}/resolve/{listing.commit}",
             token=token,
-            pause_s=pause_s,
+            pause=pause,
         )
         _drop_all_but(downloads.part_files(), parts)
         _refuse_a_small_volume(downloads.missing_bytes(), staging.folder)
@@ -103,7 +106,8 @@ def _give_name(tree: Path, staging: Staging, folder: Path, *, is_over: Callable[
     marker.sync_folder(folder.parent)
 
 
-def _list(model: str, revision: str, endpoint: str, token: str, *, report: Report, pause_s: float) -> Listing:
+def _list(model: str, revision: str, endpoint: str, token: str, *, report: Report, pause: Pause) -> Listing:
+    never = threading.Event()
     for number in range(1, MAX_FAILURES + 1):
         try:
             return list_model(model, revision, endpoint=endpoint, token=token, timeout_s=LIST_TIMEOUT_S)
@@ -111,7 +115,7 @@ def _list(model: str, revision: str, endpoint: str, token: str, *, report: Repor
             if number == MAX_FAILURES:
                 raise
             report(f"{error.message}; try {number} of {MAX_FAILURES}")
-            time.sleep(max(pause_s * 2 ** (number - 1), error.retry_after_s or 0))
+            pause(never, max(FIRST_PAUSE_S * 2 ** (number - 1), error.retry_after_s or 0))
     raise AssertionError("unreachable")
 
 

@@ -78,8 +78,9 @@ class Volume:
         io: DirectIo | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        lock_patience_s: float = LOCK_PATIENCE_S,
     ) -> None:
-        """`shared`: other `writer` names use the folder too. Raises ValueError."""
+        """`shared`: other `writer` names use the folder too, and `open` waits for their locks. Raises ValueError."""
         if capacity_bytes < 0:
             raise ValueError(f"a capacity of {capacity_bytes} bytes")
         self.path = path
@@ -91,6 +92,7 @@ class Volume:
         self._shared = shared
         self._clock = clock
         self._monotonic = monotonic
+        self._lock_patience_s = lock_patience_s if shared else 0.0
         self._layout_to_payload_bytes: dict[LayoutDigest, int] = {}
         self._files = VolumeFiles(path, writer, DirectIo() if io is None else io)
         self._locks = self._files.locks
@@ -375,9 +377,8 @@ class Volume:
             (self.path / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         self.volume_id = self._files.volume_id = folder.make_description(self.path, self._clock()).volume_id
         # Another keeper may be taking over files of ours, from before a restart.
-        patience_s = LOCK_PATIENCE_S if self._shared else 0.0
         for file, shared in ((self.path / paths.LOCK, self._shared), (self._files.writer_lock, False)):
-            fd = _lock_within(patience_s, file, shared=shared)
+            fd = _lock_within(self._lock_patience_s, file, shared=shared)
             if fd is None:
                 hint = "" if self._shared else "; several keepers of a volume each need `shared: true`"
                 raise TierError(f"volume {self.path} is in use: another process holds {file.name}{hint}")

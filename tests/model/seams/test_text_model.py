@@ -17,6 +17,7 @@ import pytest
 from kvferry import model_folder
 from support import gateway_without_gpu as gateway
 from support.all_models import ALL_MODELS
+from support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.vllm
 

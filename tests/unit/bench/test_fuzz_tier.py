@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from bench.fuzzed_chunks import Tally
+from bench.results import BenchFailed, Results
 from kvferry.store.chunk_table import IndexEntry
 from kvferry.store.volume import Outcome, Volume
 from support.child_imports import import_environment
@@ -39,10 +42,10 @@ def _deliver(
 
 
 def test_no_mutation_of_a_chunk_gets_a_wrong_byte_out_of_a_volume(fuzzer: ModuleType, memory_path: Path) -> None:
-    results = fuzzer.fuzz(2000, memory_path)
-    assert results["mutations"] == 2000
-    assert (results["wrong_pages"], results["crashes"]) == (0, 0), results["first_crashes"]
-    by_cause = results["by_cause"]
+    results = Results()
+    fuzzer.fuzz(2000, memory_path, results)  # raises where something is wrong
+    assert results.figures["mutations"] == 2000
+    by_cause = results.figures["by_cause"]
     assert sum(sum(outcomes.values()) for outcomes in by_cause.values()) == 2000
     seen = {outcome for outcomes in by_cause.values() for outcome in outcomes}
     # All files are files, and of this user: tests/unit/store/test_odd_files.py has others.
@@ -54,8 +57,16 @@ def test_no_mutation_of_a_chunk_gets_a_wrong_byte_out_of_a_volume(fuzzer: Module
 
 
 def test_a_volume_that_does_not_verify_is_found_out(fuzzer: ModuleType, memory_path: Path) -> None:
-    results = fuzzer.fuzz(300, memory_path, volume_class=Unverified)
-    assert results["wrong_pages"] > 100
+    results = Results()
+    with pytest.raises(BenchFailed, match=r"seed 1: \d+ wrong pages delivered after mutation \d+ \("):
+        fuzzer.fuzz(300, memory_path, results, volume_class=Unverified)
+    assert 0 < results.figures["mutations"] < 300
+
+
+def test_damaged_chunks_of_a_volume_that_does_not_verify_are_counted(fuzzer: ModuleType, memory_path: Path) -> None:
+    tally = Tally()
+    list(fuzzer._damage(200, memory_path, random.Random(1), tally, Unverified))
+    assert tally.num_wrong_chunks > 100
 
 
 def test_the_last_line_is_json_and_the_exit_code_tells(tmp_path: Path) -> None:
@@ -69,5 +80,5 @@ def test_the_last_line_is_json_and_the_exit_code_tells(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
     assert results["mutations"] == 60
-    assert {"wrong_pages", "crashes", "by_cause", "seconds", "machine"} <= results.keys()
+    assert {"by_cause", "seconds", "machine"} <= results.keys()
     assert not list(tmp_path.iterdir())

@@ -182,7 +182,7 @@ def test_a_part_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
         part("broken", "print('what went wrong'); raise SystemExit(7)"),
         part("lacking", "raise AssertionError"),
         part("silent", "print('no figures')"),
-        part("half", 'print(\'{"failures": {"vllm-rr": "it did not come up"}}\')'),
+        part("half", 'print(\'{"gb_s": 4, "failure": "vllm-rr: it did not come up"}\'); raise SystemExit(1)'),
         part("good", "print('{\"gb_s\": 5}')"),
     ]
     outcomes = run_all(
@@ -199,7 +199,8 @@ def test_a_part_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
     assert outcomes[0].reason == "exit code 7: what went wrong"
     assert outcomes[1].reason == "no second GPU"
     assert "no figures" in outcomes[2].reason
-    assert outcomes[3].reason == "vllm-rr: it did not come up"
+    assert outcomes[3].reason == "exit code 1: vllm-rr: it did not come up"
+    assert outcomes[3].figures["gb_s"] == 4
     assert outcomes[4].figures == {"gb_s": 5}
     assert written == [1, 2, 3, 4, 5]
     assert any("[5/5] good: passed" in line for line in said)

@@ -49,9 +49,9 @@ def test_a_transfer_has_the_shape_of_its_bytes_and_descriptors(bench: ModuleType
     layout = raw.Layout(num_layers=30, num_pages=728, row_bytes=49_152)
     seen = raw.Transfer(16 * 30 * 49_152, 5 * 30, 0.01, 0.01, 0.01)
     assert bench.shape_of(seen, layout) == (16, 5)
-    with pytest.raises(bench.BenchError, match="no whole pages"):
+    with pytest.raises(bench.BenchFailed, match="no whole pages"):
         bench.shape_of(raw.Transfer(16 * 30 * 49_152 + 1, 30, 0.01, 0.01, 0.01), layout)
-    with pytest.raises(bench.BenchError, match="no whole pages"):
+    with pytest.raises(bench.BenchFailed, match="no whole pages"):
         bench.shape_of(raw.Transfer(16 * 30 * 49_152, 31, 0.01, 0.01, 0.01), layout)
 
 
@@ -66,7 +66,7 @@ def test_the_layout_is_that_of_the_first_transfer(bench: ModuleType, raw: Module
     assert layout_of(16, is_on_gpu=True) == raw.Layout(1, 728, 30 * 49_152, on_gpu=True)  # all layers side by side
     assert (raw.Layout(1, 1, 1).memory, raw.Layout(1, 1, 1, on_gpu=True).memory) == ("DRAM", "VRAM")
     for num_descriptors in (17, 17 * 30):
-        with pytest.raises(bench.BenchError, match="are no known layout of pages"):
+        with pytest.raises(bench.BenchFailed, match="are no known layout of pages"):
             layout_of(num_descriptors)
 
 
@@ -84,7 +84,7 @@ def test_the_engines_statistics_become_transfers(bench: ModuleType) -> None:
         (200, 2, 0.03, 0.02),
     ]
     assert bench.transfers_of({"num_kv_expired_reqs": [1]}) == []
-    with pytest.raises(bench.BenchError, match="failed"):
+    with pytest.raises(bench.BenchFailed, match="failed"):
         bench.transfers_of(step | {"num_failed_transfers": [1]})
 
 
@@ -99,6 +99,11 @@ async def test_the_log_hands_out_each_transfer_once_and_passes_everything_on(ben
     counters.record(SimpleNamespace(kv_connector_stats=step), "iteration")
     assert (await log.next(0, 0.0)).transfer_s == 0.02
     assert len(passed_on) == 3
+    failed = SimpleNamespace(kv_connector_stats=step | {"num_failed_transfers": [1]})
+    counters.record(failed, "iteration")  # vLLM's loop goes on
+    with pytest.raises(bench.BenchFailed, match="a transfer between the engines failed"):
+        await log.next(1, 0.0)
+    assert len(passed_on) == 4
 
 
 def test_the_json_says_one_transfer_of_each_length_at_its_median(bench: ModuleType, raw: ModuleType) -> None:

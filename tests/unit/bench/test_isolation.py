@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from bench.abuse import ADMITTED_CHOICES, ATTACKS, MOST_CHOICES, PATH, Attacker, Trickle
 from bench.isolation import (
+    LATE,
     TTFT_S,
     WHOLE_S,
     Innocent,
@@ -20,12 +21,14 @@ from bench.isolation import (
     due_in,
     fall,
     goodput,
+    raise_unexpected,
     read_outcomes,
     result_of,
     ttft_ms,
 )
 from bench.live_cluster import MODEL, Cluster, config_of, running
 from bench.raw_http import Connection, post_head, post_request
+from bench.results import BenchFailed
 from support.waiting import until
 
 
@@ -66,6 +69,19 @@ def test_requests_belong_to_the_window_in_which_they_were_due() -> None:
 def test_percentiles_count_from_when_a_request_was_due_and_leave_out_refusals() -> None:
     assert ttft_ms([good(1.0), refused(1.0)], 0.99) == pytest.approx(100)
     assert ttft_ms([refused(1.0)], 0.99) == 0
+
+
+def test_refused_and_late_requests_are_measured_beside_an_attack_and_fail_alone() -> None:
+    late = Request(0.0, 0.0, fault=LATE, number=7)
+    raise_unexpected([good(0.0), refused(0.0), late], "beside", alone=False)
+    raise_unexpected([good(0.0)], "alone", alone=True)
+    for request, failure in ((refused(0.0), "alone: request 0: 429"), (late, f"alone: request 7: {LATE}")):
+        with pytest.raises(BenchFailed, match=failure):
+            raise_unexpected([good(0.0), request], "alone", alone=True)
+    broken = Request(0.0, 0.0, fault="EOFError", number=3)
+    for request, failure in ((broken, "beside: request 3: EOFError"), (Request(0.0, 0.0, 500), "request 0: 500")):
+        with pytest.raises(BenchFailed, match=failure):
+            raise_unexpected([good(0.0), request], "beside", alone=False)
 
 
 def test_the_worst_attack_is_the_result() -> None:

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from rich.console import Console
 
-from bench.neighbours import Sent, post, results_of, summary
+from bench.neighbours import Sent, Watches, post, results_of, run_streams, send_all, summary
+from bench.results import BenchFailed
 from bench.worst_bodies import MAX_BODY_BYTES, MODEL, WORST_BODIES, WorstBody
 from kvferry import config as configuration
 from kvferry.gateway.lifecycle import GatewayHost
@@ -57,8 +62,8 @@ async def test_each_gets_its_status(port: int, body: WorstBody) -> None:
 def test_gaps_count_for_the_body_whose_window_they_end_in() -> None:
     body, other = WORST_BODIES[:2]
     sent = [
-        Sent(body, 10, [body.status] * 2, windows=[(1.0, 2.0), (3.0, 4.0)], quiet=[(2.0, 3.0), (4.0, 5.0)]),
-        Sent(other, 20, [500], windows=[(5.0, 6.0)], quiet=[(6.0, 7.0)]),
+        Sent(body, 10, windows=[(1.0, 2.0), (3.0, 4.0)], quiet=[(2.0, 3.0), (4.0, 5.0)]),
+        Sent(other, 20, windows=[(5.0, 6.0)], quiet=[(6.0, 7.0)]),
     ]
     gaps = [(1.5, 0.010), (1.6, 0.004), (3.5, 0.030), (2.5, 0.007), (5.5, 0.002)]
     heartbeats = [(1.5, 0.009, 0.008), (3.2, 0.001, 0.020)]
@@ -69,4 +74,33 @@ def test_gaps_count_for_the_body_whose_window_they_end_in() -> None:
     said = summary([first, second])
     assert (said["worst_gap_ms"], said["worst_body"], said["bodies"]) == (30.0, body.name, 2)
     assert said["baseline_gap_ms"] == 7.0
-    assert said["wrong_statuses"] == [other.name]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_body_that_gets_another_status_ends_it_and_those_before_are_kept(port: int) -> None:
+    good = next(body for body in WORST_BODIES if body.name == "numbers with exponents, 60 KiB")
+    bad = dataclasses.replace(good, name="bad", status=418)
+    sent: list[Sent] = []
+
+    def send() -> None:
+        for one in send_all(port, [good, bad, good], 1, Watches(set()), Console(quiet=True), simulated=True):
+            sent.append(one)
+
+    with pytest.raises(BenchFailed, match="bad: 200 instead of 418"):
+        await asyncio.to_thread(send)
+    assert [one.body for one in sent] == [good]
+
+
+async def test_the_first_stream_that_fails_ends_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    gaps = tmp_path / "gaps.json"
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        await run_streams({"port": port, "streams": 2, "step_s": 0.005, "gaps": str(gaps)})
+    assert json.loads(capsys.readouterr().out) == {"streams": 2}
+    assert json.loads(gaps.read_text())["failure"].startswith("HTTP/1.1 503")

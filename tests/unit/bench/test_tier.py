@@ -47,8 +47,9 @@ def test_everything_takes_its_turn_first(bench: ModuleType) -> None:
 
         return run
 
-    bench.measure({name: thing(name) for name in "abc"}, 3, lambda: None)
-    assert "".join(order) == "abcbcacab"
+    said: list[str] = []
+    bench.measure({name: thing(name) for name in "abc"}, 3, lambda name, one: said.append(name))
+    assert "".join(order) == "".join(said) == "abcbcacab"
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
@@ -62,7 +63,9 @@ def test_the_last_line_is_json(tmp_path: Path) -> None:
         env=os.environ | ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+    *lines, last = done.stdout.splitlines()
+    figures = json.loads(last)
+    assert json.loads(lines[1]) == {"gb_s_of_rounds": {"read": figures["gb_s_of_rounds"]["read"]}}
     assert figures["page_bytes"] == 65536
     for name in ("read_gb_s", "write_gb_s", "fio_read_gb_s", "fio_write_gb_s", "read_ratio", "write_ratio"):
         assert figures[name] > 0

@@ -55,9 +55,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "models" / "acme--tiny--v1"
 
 
+def no_pause(stopping: threading.Event, _seconds: float) -> bool:
+    return stopping.is_set()
+
+
 def fill_from(hub: Hub, folder: Path, *, model: str = MODEL, revision: str = "v1", token: str = "") -> list[str]:
     said: list[str] = []
-    fill(model, revision, folder, report=said.append, endpoint=hub.url, token=token, pause_s=0.001)
+    fill(model, revision, folder, report=said.append, endpoint=hub.url, token=token, pause=no_pause)
     return said
 
 
@@ -184,16 +188,31 @@ def test_the_hub_says_when_to_ask_again_up_to_a_limit(said: str, expected_s: int
 
 
 def test_a_pause_that_the_hub_asks_for_is_made(folder: Path) -> None:
-    with hub_server({"a.bin": b"a"}, num_unavailable=1, retry_after="1") as hub:
-        started_s = time.monotonic()
-        fill_from(hub, folder)
-        assert time.monotonic() - started_s >= 1
-    with hub_server({"b.bin": b"b"}) as hub:
+    pauses_s: list[float] = []
+
+    def pause(_stopping: threading.Event, seconds: float) -> bool:
+        pauses_s.append(seconds)
+        return False
+
+    with hub_server({"a.bin": b"a"}, num_unavailable=1, retry_after="7") as hub:
+        fill(MODEL, "v1", folder, report=lambda _: None, endpoint=hub.url, pause=pause)
+    assert pauses_s == [7]
+    with hub_server({"b.bin": b"b"}, retry_after="8") as hub:
         hub.listed = lambda: setattr(hub, "num_unavailable", 1)
-        hub.retry_after = "1"
-        started_s = time.monotonic()
-        fill_from(hub, folder.with_name("b"))
-        assert time.monotonic() - started_s >= 1
+        fill(MODEL, "v1", folder.with_name("b"), report=lambda _: None, endpoint=hub.url, pause=pause)
+    assert pauses_s == [7, 8]
+
+
+def test_pauses_grow_where_the_hub_asks_for_none(folder: Path) -> None:
+    pauses_s: list[float] = []
+
+    def pause(_stopping: threading.Event, seconds: float) -> bool:
+        pauses_s.append(seconds)
+        return False
+
+    with hub_server({"a.bin": b"a"}, cut_after_bytes=0) as hub, pytest.raises(UnavailableError, match="a new byte"):
+        fill(MODEL, "v1", folder, report=lambda _: None, endpoint=hub.url, pause=pause)
+    assert pauses_s == [1, 2, 4, 8, 16]
 
 
 def test_a_listing_that_does_not_end_is_left_at_a_limit_of_bytes(hub: Hub, folder: Path) -> None:
@@ -215,11 +234,18 @@ def test_a_listing_that_would_have_to_be_unpacked_is_not(hub: Hub, folder: Path)
 def test_a_listing_that_comes_a_byte_at_a_time_is_left_at_a_limit_of_time(
     hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Each byte is in time, and all of them never are.
     going_on = threading.Event()
-    hub.listing_chunks = (b" " for _ in iter(lambda: going_on.wait(0.01), True))
-    monkeypatch.setattr(filling, "LIST_TIMEOUT_S", 0.2)
-    with pytest.raises(UnavailableError, match=rf"{hub.url} has not listed {MODEL} after 0\.2 s"):
+
+    class Bytes:
+        """Each byte is in time, and all of them never are; a server's thread iterates for each try."""
+
+        def __iter__(self) -> Iterator[bytes]:
+            while not going_on.wait(0.01):
+                yield b" "
+
+    hub.listing_chunks = Bytes()
+    monkeypatch.setattr(filling, "LIST_TIMEOUT_S", 0.05)
+    with pytest.raises(UnavailableError, match=rf"{hub.url} has not listed {MODEL} after 0\.05 s"):
         fill_from(hub, folder)
     going_on.set()
 
@@ -379,14 +405,15 @@ def test_a_proxy_of_the_environment_is_used(hub: Hub, folder: Path) -> None:
 def test_passwords_in_addresses_are_never_shown(folder: Path) -> None:
     with hub_server(dict(FILES)) as hub:
         away = hub.port
-    for environ in (
+    environs = (
         {"HF_ENDPOINT": f"http://user:SECRET@{hub.url.removeprefix('http://')}", "NO_PROXY": "*"},
         {"HF_ENDPOINT": "http://hub.invalid", "HTTP_PROXY": f"http://user:SECRET@:{away}"},
         {"HF_ENDPOINT": "ftp://user:SE@CRET@hub.invalid"},
-    ):
-        process = start(hub, "fill", folder, **environ)
+    )
+    for number, environ in enumerate(environs):
+        process = start(hub, "fill", folder.with_name(str(number)), **environ)
         assert process.stdout is not None
-        said = process.stdout.readline() + process.stdout.readline()
+        said = process.stdout.readline()  # of the first try
         process.kill()
         rest, faults = process.communicate()
         assert "SE" not in said + rest + faults
@@ -440,7 +467,7 @@ from kvferry.hub_model import staging as staging_module
 from kvferry.hub_model.fill import fill
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-fill({MODEL!r}, "v1", Path({str(folder)!r}), report=print, endpoint={hub.url!r}, pause_s=0.001)
+fill({MODEL!r}, "v1", Path({str(folder)!r}), report=print, endpoint={hub.url!r})
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "is full (File too large): give its volume more space" in ended.stderr
@@ -491,7 +518,7 @@ class Fill(threading.Thread):
 
     def run(self) -> None:
         try:
-            fill(MODEL, "v1", self.folder, report=self.said.append, endpoint=self.hub.url, pause_s=0.001)
+            fill(MODEL, "v1", self.folder, report=self.said.append, endpoint=self.hub.url, pause=no_pause)
         except BaseException as error:
             self.error = error
 

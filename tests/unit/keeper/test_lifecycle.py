@@ -151,7 +151,6 @@ async def test_a_machine_has_room_for_a_limited_number_of_keepers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder, "MAX_KEEPERS_OF_A_MACHINE", 2)
-    monkeypatch.setattr("kvferry.store.volume.LOCK_PATIENCE_S", 0.1)
     name = "n" * 200
     with opened_volumes(tmp_path) as open_volume:
         for expected in ("n" * MAX_WRITER_CHARS, "n" * MAX_WRITER_CHARS + ".2"):

@@ -199,7 +199,6 @@ def workers_of(release: Release) -> dict[str, int]:
     return {group: count for group, count in found.items() if count}
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     changes=st.lists(st.tuples(releases, st.integers(0, 12)), min_size=1, max_size=5),
     last=releases,
@@ -228,7 +227,7 @@ def test_any_changes_end_as_the_last_one_says(changes: list[tuple[Release, int]]
     assert not (is_old and last.redis)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(first=releases, image=st.sampled_from(["a", "b"]), seed=st.integers(0, 999))
 def test_a_new_image_leaves_all_pods_of_a_role_but_one(first: Release, image: str, seed: int) -> None:
     first = dataclasses.replace(first, image="old", prefill=max(1, first.prefill))

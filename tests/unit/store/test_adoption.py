@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import TierError
-from kvferry.store import adoption, folder, fsck, volume
+from kvferry.store import adoption, folder, fsck
 from kvferry.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S
 from kvferry.store.folder import FoundChunk
 from kvferry.store.fsck import key_usage
@@ -41,8 +41,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def opened(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
-    monkeypatch.setattr(volume, "LOCK_PATIENCE_S", 0.0)
+def opened(tmp_path: Path, clock: Clock) -> Iterator[Opened]:
     with opened_volumes(tmp_path) as open_volume:
         clocks = {"clock": clock, "monotonic": clock}
         yield lambda writer, **values: open_volume(writer=writer, **{"shared": True, **clocks, **values})

@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.store import chunk_file
@@ -59,7 +59,6 @@ def test_a_header_says_all_that_names_a_chunk() -> None:
 
 @pytest.mark.parametrize("key", [None, SECRET], ids=["plain", "sealed"])
 @given(bits=st.sets(st.integers(0, 8 * FILE_BYTES - 1), min_size=1, max_size=8))
-@settings(deadline=None, max_examples=300)
 def test_flipped_bits_are_seen_wherever_they_are(key: bytes | None, bits: set[int]) -> None:
     file = written(key=key)
     for bit in bits:
@@ -71,7 +70,6 @@ def test_flipped_bits_are_seen_wherever_they_are(key: bytes | None, bits: set[in
 
 @pytest.mark.parametrize("key", [None, SECRET], ids=["plain", "sealed"])
 @given(cut=st.integers(1, FILE_BYTES - 1), seed=st.integers(0, 1000))
-@settings(deadline=None)
 def test_two_chunks_in_one_file_are_seen(key: bytes | None, cut: int, seed: int) -> None:
     file, other = written(key=key), written(chunk(seed + 1000), key)
     torn = bytes(file[:cut]) + bytes(other[cut:])

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from bench.fair_queue import bound
 from bench.fair_schedules import Prompt, Schedule
+from bench.results import BenchFailed, Results
 from kvferry.tenancy.fair_queue import FairQueue, QueueParameters
 from kvferry.tenancy.tenant_queue import Slice
 
@@ -39,6 +41,19 @@ def test_the_bound_holds_whatever_the_seed(seed: int) -> None:
 def test_the_bound_is_exceeded_without_fairness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FairQueue, "_charge", lambda self, tenant, ms, factor: None)
     assert max(Schedule(f"unit {number}").run().of_bound for number in range(20)) > 1
+
+
+def test_the_first_schedule_beyond_its_bound_ends_the_benchmark_with_the_figures_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results = Results()
+    bound(3, "unit", results)
+    assert results.figures["schedules"] == 3
+    monkeypatch.setattr(FairQueue, "_charge", lambda self, tenant, ms, factor: None)
+    with pytest.raises(BenchFailed, match="schedule unit 0: a drift of "):
+        bound(3, "unit", results)
+    assert results.figures["schedules"] == 1
+    assert results.figures["worst_ratio_to_bound"] > 1
 
 
 TENANTS = st.sampled_from("abcd")
@@ -113,5 +128,5 @@ class QueueMachine(RuleBasedStateMachine):
         assert abs(sum(self.queue.served_ms.values()) - self.measured_ms) < 1e-3
 
 
-QueueMachine.TestCase.settings = settings(max_examples=100, deadline=None)
+QueueMachine.TestCase.settings = settings(max_examples=settings.default.max_examples // 3)
 TestQueueMachine = QueueMachine.TestCase
