@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import ssl
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +63,11 @@ async def ask(
     assert cluster.gateway is not None
     limits = cluster.gateway.app.connection_limits
     num_open = limits.num_open
-    reader, writer = await asyncio.open_connection("127.0.0.1", cluster.gateway.port)
+    client = socket.create_connection(("127.0.0.1", cluster.gateway.port))
+    # A limit of the test's: kernels may let a socket grow to hold the whole answer.
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+    client.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=client)
     if tls is not None:
         await until(lambda: limits.num_open > num_open, what="the gateway has taken the connection")
         await writer.start_tls(tls, server_hostname="localhost")
@@ -133,6 +138,37 @@ def test_a_client_that_never_reads_is_cut_when_the_gateway_stops(
         writer.transport.abort()
 
     run(attempt())
+
+
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+async def test_a_draining_gateway_waits_until_answers_are_read(certificates: Certificates, has_tls: bool) -> None:
+    gateway = {"tls": certificates.config()} if has_tls else {}
+    async with running(sim=FAST, gateway=gateway) as cluster:
+        assert cluster.gateway is not None
+        reader, writer = await ask(cluster, tls=certificates.context() if has_tls else None)
+        await left_unread(cluster)
+        draining = asyncio.create_task(cluster.gateway.drain())
+        await until(lambda: not cluster.gateway.readiness().ready and cluster.gateway.admission.draining)
+        assert not cluster.gateway.admission.num_in_flight
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not draining.done()
+        reading = asyncio.create_task(reader.read())
+        await draining
+        await cluster.gateway.stop()
+        head, _, body = (await reading).partition(b"\r\n\r\n")
+        assert f"content-length: {len(body)}\r\n".encode() in head
+        writer.transport.abort()
+
+
+async def test_a_client_that_does_not_read_keeps_a_gateway_until_its_draining_ends() -> None:
+    async with running(sim=FAST, gateway={"drain_timeout_s": 0.01}) as cluster:
+        assert cluster.gateway is not None
+        _, writer = await ask(cluster)
+        await left_unread(cluster)
+        await cluster.gateway.drain()
+        assert cluster.gateway.app.unread_answers.num_bytes > 1 << 20
+        writer.transport.abort()
 
 
 @pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])

@@ -367,6 +367,8 @@ class GatewayHost:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.admission.idle.wait()
+                # Requests over HTTP end when their answers are written, which may be before they are read.
+                await self.app.unread_answers.none_left.wait()
 
     async def stop(self) -> None:
         self._refuse_new()
