@@ -142,10 +142,6 @@ class Gateway:
             await self._host.stop()
             raise
 
-    async def check_health(self) -> None:
-        if hasattr(self, "_host"):
-            await self._host.check_health()
-
     async def __del__(self) -> None:
         if hasattr(self, "_host"):
             await self._host.drain()

@@ -15,6 +15,8 @@ from kvferry.telemetry import CATALOGUE, SPAN_OUTCOMES, Exporter, Kind, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_CATALOGUE = frozenset(CATALOGUE)
+
 
 class Reading(NamedTuple):
     """`labels` in the catalogue's order; `total` is a summary's sum."""
@@ -62,7 +64,7 @@ class Exposition:
     @property
     def missing(self) -> frozenset[str]:
         """Catalogue names that are not registered."""
-        return frozenset(m.name for m in CATALOGUE if m.exporter is self.exporter and m not in self._made)
+        return frozenset(m.name for m in _CATALOGUE if m.exporter is self.exporter and m not in self._made)
 
     def render(self) -> bytes:
         return self.render_others(self._registry.collect())
@@ -73,7 +75,7 @@ class Exposition:
 
     def _claim(self, metric: Metric, kind: Kind) -> CollectorRegistry:
         """Raises ValueError for metrics that the catalogue lacks or lists for others."""
-        if metric not in CATALOGUE or metric.exporter is not self.exporter or metric.kind is not kind:
+        if metric not in _CATALOGUE or metric.exporter is not self.exporter or metric.kind is not kind:
             raise ValueError(f"{metric.name}: not a {kind.value} of a {self.exporter.value} in the catalogue")
         if metric in self._made:
             raise ValueError(f"{metric.name} was made already")

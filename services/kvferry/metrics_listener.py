@@ -5,13 +5,11 @@ It needs no API key, can have its own network policy, and answers while a gatewa
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import errno
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import uvicorn
@@ -20,6 +18,7 @@ from kvferry.addresses import join_host_port, reachable_host
 from kvferry.config import MetricsConfig
 from kvferry.errors import ConfigError
 from kvferry.exposition import CONTENT_TYPE
+from kvferry.http_server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -30,21 +29,6 @@ NUM_PORTS = 16
 _MAX_CONNECTIONS = 64
 
 
-class Server(uvicorn.Server):
-    """uvicorn that leaves signals alone: its event loop is not the main thread's."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def cut(self) -> None:
-        """Abort the connections that are left, after `serve` returned."""
-        # One that was closed stays open while its client does not read what is written already.
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
-        await asyncio.sleep(0)  # sockets are closed in the next turn of the loop
-
-
 class MetricsListener:
     """`render` runs in the event loop."""
 
@@ -52,8 +36,7 @@ class MetricsListener:
         self._config = config
         self._first_port = first_port
         self._render = render
-        self._server: Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._server: HttpServer | None = None
         self._port = 0
 
     def __repr__(self) -> str:
@@ -86,23 +69,19 @@ class MetricsListener:
             ssl_ca_certs=str(tls.ca_file) if tls.ca_file is not None else None,
             ssl_cert_reqs=ssl.CERT_REQUIRED if tls.enabled else ssl.CERT_NONE,
         )
+        server = HttpServer(config)
         try:
-            config.load()
+            server.load()
         except (OSError, ssl.SSLError) as error:
             listener.close()
             raise ConfigError(f"metrics.tls: {error}") from None
-        self._server = Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        await server.start([listener])
+        self._server = server
 
     async def stop(self) -> None:
         """Idempotent."""
         if self._server is not None:
-            self._server.should_exit = self._server.force_exit = True
-        if self._serving is not None:
-            await asyncio.gather(self._serving, return_exceptions=True)
-            self._serving = None
-        if self._server is not None:
-            await self._server.cut()
+            await self._server.stop()
 
     def _listen(self) -> socket.socket:
         host, first = self._config.host, self._first_port

@@ -616,10 +616,8 @@ async def test_health_follows_readiness() -> None:
         draining = asyncio.create_task(cluster.gateway.drain())
         assert (await watched.read()).status == not_serving
         await draining
-        # It listens no more, so that the next call goes to another gateway. A call would be cancelled if it were sent
-        # before this end has seen the end of the connection.
-        while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
-            await asyncio.wait_for(channel.wait_for_state_change(state), 10)
+        # It listens no more, so that the next call goes to another gateway.
+        await leave(channel)
         ended = (await refused(stub.Check(health_pb2.HealthCheckRequest()))).code()
         assert ended is grpc.StatusCode.UNAVAILABLE
 
@@ -639,6 +637,12 @@ async def test_a_gateway_that_lingers_is_not_ready_and_still_serves() -> None:
         await asyncio.gather(draining, return_exceptions=True)
 
 
+async def leave(channel: grpc.aio.Channel) -> None:
+    """Wait until the client knows that its gateway drains: gRPC's server cancels calls that are sent before."""
+    while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
+        await asyncio.wait_for(channel.wait_for_state_change(state), 10)
+
+
 async def test_a_draining_gateway_refuses_and_finishes_what_it_has(cluster: SimCluster) -> None:
     assert cluster.gateway is not None
     async with channel_to(cluster) as channel:
@@ -648,6 +652,7 @@ async def test_a_draining_gateway_refuses_and_finishes_what_it_has(cluster: SimC
         draining = asyncio.create_task(cluster.gateway.drain())
         admission = cluster.gateway.admission
         await until(lambda: admission.draining)
+        await leave(channel)
         # Neither on this connection nor on a new one: the port may belong to another gateway by now.
         error = await refused(stub.Generate(generate(sampling=GREEDY)))
         assert error.code() is grpc.StatusCode.UNAVAILABLE

@@ -232,7 +232,7 @@ async def test_streams_are_sent_without_nagles_delay(cluster: SimCluster) -> Non
         client.stream("POST", "/v1/completions", json=body) as answer,
     ):
         await anext(answer.aiter_bytes())
-        connections = list(cluster.gateway._server.server_state.connections)
+        connections = list(cluster.gateway._server.state.connections)
         assert connections
         for connection in connections:
             accepted = connection.transport.get_extra_info("socket")

@@ -28,6 +28,10 @@ from .test_gateway_grpc import ENDLESS, GREEDY, channel_to, details_of, generate
 SMALL = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_536))
 
 REFLECTION_INFO = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+# Of HTTP/2.
+HEADERS, SETTINGS, GOAWAY = 1, 4, 7
+END_HEADERS = 4
+
 METHODS = ("Generate", "GenerateStream", "Tokenize", "ListModels")
 
 
@@ -41,6 +45,16 @@ def own_channel_to(cluster: SimCluster, *options: tuple[str, int]) -> grpc.aio.C
 def silent(channel: grpc.aio.Channel, method: str, metadata: Any = ()) -> Any:
     """A call whose client sends nothing, not even an end."""
     return channel.stream_stream(f"/kvferry.inference.v1.Inference/{method}")(metadata=metadata)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, bytes]:
+    """Kind, stream and payload."""
+    head = await reader.readexactly(9)
+    return head[3], int.from_bytes(head[5:], "big"), await reader.readexactly(int.from_bytes(head[:3], "big"))
 
 
 async def failure_of(call: Any) -> grpc.aio.AioRpcError:
@@ -498,3 +512,33 @@ async def shake_no_hands(certificates: Certificates) -> None:
             async with httpx.AsyncClient() as plain:
                 await plain.get(f"http://127.0.0.1:{gateway.port}/healthz")
         await until(lambda: limits.num_open == 0)
+
+
+async def test_a_call_that_crosses_a_draining_gateways_goaway_is_cancelled_by_grpc(cluster: SimCluster) -> None:
+    """No handler sees it. Where gRPC answers UNAVAILABLE, kvferry.client and docs/clients.md need no case for it."""
+    gateway = cluster.gateway
+    assert gateway is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.grpc.port)
+    async with asyncio.timeout(20):
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0))
+        assert (await read_frame(reader))[0] == SETTINGS
+        await gateway.drain()
+        while (await read_frame(reader))[0] != GOAWAY:
+            pass
+        fields = {
+            b":method": b"POST",
+            b":scheme": b"http",
+            b":path": b"/kvferry.inference.v1.Inference/Generate",
+            b":authority": b"x",
+            b"te": b"trailers",
+            b"content-type": b"application/grpc",
+        }
+        # HPACK's literals without indexing.
+        head = b"".join(b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in fields.items())
+        writer.write(frame(HEADERS, END_HEADERS, 1, head))
+        answered = await read_frame(reader)
+        while answered[:2] != (HEADERS, 1):
+            answered = await read_frame(reader)
+    cancelled = str(grpc.StatusCode.CANCELLED.value[0]).encode()
+    assert b"\x0bgrpc-status%c%b" % (len(cancelled), cancelled) in answered[2]
+    writer.close()

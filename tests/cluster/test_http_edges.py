@@ -89,7 +89,7 @@ async def test_a_gateway_stops_though_a_client_does_not_read(cluster: SimCluster
     await until(lambda: gateway.admission.num_in_flight == 1)
     async with asyncio.timeout(5):
         await gateway.stop()
-    assert not gateway._server.server_state.tasks
+    assert not gateway._server.state.tasks
     assert gateway.admission.num_in_flight == 0
     writer.transport.abort()
 

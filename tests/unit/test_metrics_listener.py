@@ -47,7 +47,7 @@ async def test_a_client_that_does_not_read_is_cut_when_it_stops() -> None:
     listener = MetricsListener(MetricsConfig(), 0, large)
     await listener.start()
     assert listener._server is not None
-    state = listener._server.server_state
+    state = listener._server.state
     host, _, port = listener.address.rpartition(":")
     with socket.create_connection((host, int(port))) as client:
         client.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")

@@ -109,6 +109,8 @@ def failure_of(error: grpc.RpcError | grpc.aio.AioRpcError) -> CallFailed:
             elif detail.Unpack(retry):
                 retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
     kind = _CODE_TO_KIND.get(code, CallFailed)
+    if code is grpc.StatusCode.CANCELLED and not (isinstance(error, grpc.Future) and error.cancelled()):
+        kind = Unavailable  # by gRPC, at a gateway that began to drain before this client knew
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not reason and _TOO_LARGE in (error.details() or ""):
         kind, reason = InvalidArgument, "BODY_TOO_LARGE"  # from gRPC itself, before the gateway sees the call
     return kind(code, error.details() or "", reason=reason, violations=tuple(violations), retry_after_s=retry_after_s)

@@ -1,13 +1,12 @@
 """A gateway as its own process without Ray, for Kubernetes.
 
-Exit code 0 after SIGTERM or SIGINT and draining, 1 if the listener died, 2 for a bad configuration.
+Exit code 0 after SIGTERM or SIGINT and draining, 1 if it cannot start, 2 for a bad configuration.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import signal
 import sys
@@ -24,11 +23,9 @@ from kvferry.membership.etcd import EtcdMembership
 
 log = logging.getLogger(__name__)
 
-HEALTH_PERIOD_S = 1.0
-
 
 async def serve(config: ClusterConfig, model_folder: str) -> None:
-    """Serve until a signal. Raises KvferryError if the gateway cannot start or its listener dies."""
+    """Serve until a signal. Raises KvferryError if the gateway cannot start."""
     host = GatewayHost(config, model_folder, EtcdMembership(config.membership))
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -41,11 +38,7 @@ async def serve(config: ClusterConfig, model_folder: str) -> None:
         if stopping.is_set():
             return
         await starting
-        while not stopping.is_set():
-            await host.check_health()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEALTH_PERIOD_S):
-                    await stopping.wait()
+        await stop_requested
         log.info("%s drains", host.gateway_id)
         await host.drain()
     finally:

@@ -47,9 +47,10 @@ from kvferry.gateway.tls_handshake import TlsHandshake
 from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.gateway.usage_log import UsageLog
 from kvferry.gateway.uvicorn_connection import HttpProtocol
+from kvferry.http_server import HttpServer
 from kvferry.log_limit import limit_log
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
-from kvferry.metrics_listener import MetricsListener, Server
+from kvferry.metrics_listener import MetricsListener
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.placement import why_unequal
@@ -174,9 +175,9 @@ def _image_chats(
     )
 
 
-def _http_server(app: HttpApp, tls: GatewayTls | None) -> Server:
+def _http_server(app: HttpApp, tls: GatewayTls | None) -> HttpServer:
     app.tls_context = tls.http_context() if tls is not None else None
-    return Server(
+    return HttpServer(
         uvicorn.Config(
             app,
             http=HttpProtocol if tls is None else TlsHandshake,
@@ -202,7 +203,6 @@ class GatewayHost:
         """Raises ConfigError for keys or certificates that cannot be used."""
         self._config, self._model_folder, self._membership = config, model_folder, membership
         self._registration: Registration | None = None
-        self._serving: asyncio.Task[None] | None = None
         self._registering: asyncio.Task[None] | None = None
         self.gateway_id, self._started_unix_s = MemberId(f"gateway-{secrets.token_hex(4)}"), time.time()
         self.port = 0
@@ -272,7 +272,7 @@ class GatewayHost:
         self._tracing = self.admission.tracing = start_tracing(
             self._config.tracing, service=MemberKind.GATEWAY.value, instance=self.gateway_id
         )
-        self._serving = asyncio.create_task(self._server.serve(sockets=listeners))
+        await self._server.start(listeners)
         await self._listener.start()
         if gateway.grpc_port is not None:
             await self.grpc.start(self._tls.grpc_credentials() if self._tls is not None else None)
@@ -304,13 +304,6 @@ class GatewayHost:
             self.port,
             f" and, for gRPC, on {gateway.host}:{self.grpc.port}" if self.grpc.port else "",
         )
-
-    async def check_health(self) -> None:
-        if self._serving is None or self._serving.done():
-            cause = None
-            if self._serving is not None and not self._serving.cancelled():
-                cause = self._serving.exception()
-            raise KvferryError("the HTTP listener ended") from cause
 
     async def reconfigure(self, config: ClusterConfig) -> None:
         """Serve other models, names and counts of workers. All else stays as it was at the start."""
@@ -367,43 +360,36 @@ class GatewayHost:
         self._note_readiness()
         await self._deregister()
         await asyncio.sleep(self._config.gateway.linger_s)
-        for server in self._server.servers:
-            server.close()
-        for connection in list(self._server.server_state.connections):
-            connection.shutdown()  # at once where nothing is answered, else after the answer
+        self._server.drain()
         timeout_s = self._config.gateway.drain_timeout_s
         self.grpc.drain(timeout_s)
         self._refuse_new()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.admission.idle.wait()
+                # Requests over HTTP end when their answers are written, which may be before they are read.
+                await self.app.unread_answers.none_left.wait()
 
     async def stop(self) -> None:
         self._refuse_new()
         if self._notifier is not None:
             self._notifier.cancel()
             await asyncio.gather(self._notifier, return_exceptions=True)
+        self._server.drain()
         await self.grpc.stop()
-        self._server.should_exit = True
-        self._server.force_exit = True
-        if self._serving is not None:
-            await asyncio.gather(self._serving, return_exceptions=True)
         await self.identification.close()
         if self._usage is not None:
             await self._usage.close()
         await self.worker_pool.close()
         await self.volume_pool.close()
         # Requests end with their workers' links; tasks that wait for a slow client would stay.
-        left = list(self._server.server_state.tasks)
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await self._server.cancel_requests()
         await self._deregister()
         await self._models.close()
         if self._fetcher is not None:
             await self._fetcher.close()
         await self._listener.stop()
-        await self._server.cut()
+        await self._server.stop()
         if self.metrics.tenants.log is not None:
             await self.metrics.tenants.log.close()
         if self._tracing is not None:

@@ -64,6 +64,8 @@ class UnreadAnswers:
         self._now_s = now_s
         self._connections: dict[Connection, _Unread] = {}  # longest without progress first
         self._timer: asyncio.TimerHandle | None = None
+        self.none_left = asyncio.Event()  # set while no answer is unread
+        self.none_left.set()
 
     def __repr__(self) -> str:
         return f"<UnreadAnswers {self.num_bytes}/{self.max_bytes} bytes of {len(self._connections)} connections>"
@@ -71,6 +73,7 @@ class UnreadAnswers:
     def check(self) -> None:
         assert self.num_bytes == sum(unread.num_held for unread in self._connections.values()), self
         assert (self._timer is not None) == bool(self._connections), self
+        assert self.none_left.is_set() != bool(self._connections), self
 
     def add(self, connection: Connection) -> None:
         """Watch a connection until all is read or it is removed. Call again when more was written."""
@@ -79,6 +82,7 @@ class UnreadAnswers:
         elif num_bytes := connection.num_unread_bytes():
             self._connections[connection] = _Unread(num_bytes, num_bytes, self._now_s())
             self.num_bytes += num_bytes
+            self.none_left.clear()
             if self._timer is None:
                 self._begin_timer()
         if self.num_bytes > self.max_bytes:
@@ -89,9 +93,11 @@ class UnreadAnswers:
         if unread is None:
             return
         self.num_bytes -= unread.num_held
-        if not self._connections and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if not self._connections:
+            self.none_left.set()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
     def look(self) -> None:
         """Cut connections that are read no more."""

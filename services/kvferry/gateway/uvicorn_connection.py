@@ -1,4 +1,4 @@
-"""A way past ASGI for the body of a stream, and limits of connections; the only file that knows uvicorn's internals.
+"""A way past ASGI for the body of a stream, and limits of connections; the only file that knows uvicorn's protocols.
 
 uvicorn still handles everything else. tests/unit/gateway/test_uvicorn_connection.py fails for a uvicorn that works
 differently.

@@ -161,7 +161,8 @@ class SimEngine:
     async def start(self) -> None:
         if self._loop_task is not None:
             raise EngineError("the engine was started already")
-        self._reset()
+        if self._info is not None:  # it was started before
+            self._reset()
         self._failure = None
         engine_id = EngineId(secrets.token_hex(16))
         self._kv_transfer = KvTransferServer(

@@ -16,7 +16,7 @@ class KvCache:
 
     def __init__(self, num_pages: int, block_size: int, page_bytes: int, layout: LayoutDigest) -> None:
         self.pool = BlockPool(num_pages, block_size)
-        self.memory = PageMemory(num_pages, page_bytes, layout)
+        self.memory = PageMemory(page_bytes, layout)
         self.tier: SimTier | None = None
         self._block_size = block_size
 

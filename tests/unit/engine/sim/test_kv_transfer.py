@@ -30,7 +30,7 @@ class PrefillPeer:
     """A KV transfer server with eight pages to offer, and a record of the freed ones."""
 
     def __init__(self, lease_s: float = 60.0) -> None:
-        self.memory = PageMemory(8, PAGE_BYTES, LAYOUT)
+        self.memory = PageMemory(PAGE_BYTES, LAYOUT)
         for page in range(8):
             self.memory.write(PageId(page), self.memory.expected(PageHash(page)))
         self.freed: list[PageId] = []
