@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import socket
 import sys
@@ -57,7 +58,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> UnitScheduli
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    has_vllm = importlib.util.find_spec("vllm") is not None
     for item in items:
+        if not has_vllm and {"model", "vllm"} & {marker.name for marker in item.iter_markers()}:
+            item.add_marker(pytest.mark.skip("vLLM is not installed"))
         if "vllm_pair" in getattr(item, "fixturenames", ()) and item.get_closest_marker("shared_pair") is None:
             raise pytest.UsageError(f"{item.nodeid} uses vllm_pair: it needs the marker shared_pair")
     worker = getattr(config, "workerinput", None)

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-from kvferry.worker.hang_detector import HangDetector
 
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, Renderer
+from kvferry.engine.hang_detector import HangDetector
 from kvferry.engine.sim import Faults, SimEngine
 from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.gateway.lifecycle import build_renderer

@@ -29,8 +29,6 @@ from kvferry.inference.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 @pytest.fixture(scope="module")
 def renderer() -> VllmRenderer:

@@ -22,7 +22,6 @@ from support.all_models import only_with_all_models
 
 pytestmark = pytest.mark.model
 
-pytest.importorskip("vllm")
 
 LLAMA: Mapping[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,

@@ -48,7 +48,6 @@ from support.waiting import until
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
-pytest.importorskip("vllm")
 
 BLOCK_SIZE = 32
 NUM_PAGES = 12

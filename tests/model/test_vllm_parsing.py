@@ -26,7 +26,6 @@ from kvferry.errors import ConfigError, EngineError, InvalidRequest
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
 
 MODEL = ModelConfig(tool_parser="hermes", reasoning_parser="deepseek_r1")
 # Special tokens that no text of these tests has, under names that the reasoning parser looks for.

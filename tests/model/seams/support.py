@@ -7,10 +7,6 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-vllm = pytest.importorskip("vllm")
-
 
 def parameters(function: object) -> list[str]:
     return list(inspect.signature(function).parameters)  # type: ignore[arg-type]

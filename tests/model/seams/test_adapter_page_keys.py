@@ -11,8 +11,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 def request(name: str, path: str, salt: str = "s") -> Any:
     from vllm.lora.request import LoRARequest

@@ -10,8 +10,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestAsyncLLM:
     """engine/vllm/engine.py"""

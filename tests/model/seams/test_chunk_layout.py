@@ -10,8 +10,6 @@ from .support import vllm_config
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestChunkLayout:
     """engine/vllm/plugins/chunk_layout.py"""

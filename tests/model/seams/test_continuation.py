@@ -13,8 +13,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestContinuation:
     """engine/vllm/continuation.py"""

@@ -8,8 +8,6 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestCoreFields:
     """engine/vllm/plugins/core_fields.py"""

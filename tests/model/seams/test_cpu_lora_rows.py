@@ -10,7 +10,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
 
 NAMES = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 NUM_ADAPTERS, RANK, NUM_INPUTS, NUM_OUTPUTS = 3, 2, 5, 7

@@ -11,8 +11,6 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestCpuSeeds:
     """engine/vllm/plugins/cpu_seeds.py"""

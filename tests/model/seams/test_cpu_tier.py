@@ -15,8 +15,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestCpuTier:
     """engine/vllm/plugins/cpu_tier.py"""

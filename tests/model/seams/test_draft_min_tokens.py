@@ -12,7 +12,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
 
 STOP = 3
 

@@ -30,8 +30,6 @@ from kvferry.vllm_arguments import (
 from support.engine_arguments import VALUES
 from support.vllm_configs import vllm_config_of
 
-pytest.importorskip("vllm")
-
 pytestmark = pytest.mark.vllm
 
 TEN = {

@@ -14,8 +14,6 @@ from support.waiting import until
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestEvents:
     """engine/vllm/events.py"""

@@ -14,8 +14,6 @@ from .support import parameters, vllm_config
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestExchangeFields:
     """engine/vllm/plugins/exchange_fields.py"""

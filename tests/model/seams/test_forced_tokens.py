@@ -11,8 +11,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 def test_distributions_are_written_and_the_text_is_forced(tmp_path: Path) -> None:
     import numpy as np

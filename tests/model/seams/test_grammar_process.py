@@ -19,8 +19,6 @@ from kvferry.gateway.lifecycle import build_renderer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("patient")]
 
-pytest.importorskip("vllm")
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def renderer(patient: None) -> AsyncIterator[VllmRenderer]:

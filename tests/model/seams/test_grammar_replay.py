@@ -10,8 +10,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestGrammarReplay:
     """engine/vllm/plugins/grammar_replay.py"""

@@ -15,7 +15,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
 
 AMBIGUOUS = ["((a*a*)*(a*a*)*)*b", "((a|aa)*(a|aaa)*)*b"]
 

@@ -15,7 +15,6 @@ from kvferry.errors import InvalidRequest
 pytestmark = pytest.mark.vllm
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
 
 VISION = SimpleNamespace(num_channels=3, image_size=8, patch_size=2)
 MODEL = SimpleNamespace(

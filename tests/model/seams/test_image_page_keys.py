@@ -13,7 +13,6 @@ from kvferry.pages.keys import ImageSpan, page_images, route_keys, seed_of
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
 
 BLOCK_SIZE = 8
 

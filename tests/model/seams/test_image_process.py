@@ -35,7 +35,6 @@ from support.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("patient")]
 
-pytest.importorskip("vllm")
 
 from PIL import Image  # noqa: E402  of vLLM's dependencies
 

@@ -14,8 +14,6 @@ from .support import BLOCK_SIZE, Request, context_of, parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class FakeClient:
     """A KeeperClient whose keeper does nothing by itself."""

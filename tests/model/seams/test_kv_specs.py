@@ -18,7 +18,6 @@ from support.vllm_kv_specs import built_model, our_pages, sizes_of, vllm_pages, 
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
 
 BLOCK_SIZE = 32
 

@@ -10,7 +10,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
 
 NAMES = ("model.layers.1.self_attn.q_proj", "model.layers.11.self_attn.q_proj", "lm_head")
 KEYS = (

@@ -12,8 +12,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestNixlConnector:
     """engine/vllm/plugins/nixl_connector.py"""

@@ -11,8 +11,6 @@ from .support import vllm_config
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestNixlExchange:
     """engine/vllm/plugins/nixl_exchange.py"""

@@ -17,8 +17,6 @@ from .support import parameters
 
 pytestmark = [pytest.mark.vllm]
 
-pytest.importorskip("vllm")
-
 
 class TestNixlHandshakePort:
     """engine/vllm/plugins/nixl_handshake_port.py"""

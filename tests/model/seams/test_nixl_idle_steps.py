@@ -10,8 +10,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestNixlIdleSteps:
     """engine/vllm/plugins/nixl_idle_steps.py"""

@@ -12,8 +12,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestNixlLease:
     """engine/vllm/plugins/nixl_lease.py"""

@@ -8,8 +8,6 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestNixlProgress:
     """engine/vllm/plugins/nixl_progress.py"""

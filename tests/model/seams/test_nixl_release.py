@@ -8,8 +8,6 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestNixlRelease:
     """engine/vllm/plugins/nixl_release.py"""

@@ -11,8 +11,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestParsing:
     """engine/vllm/parsing.py"""

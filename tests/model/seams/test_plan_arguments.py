@@ -10,8 +10,6 @@ import pytest
 from kvferry.planner import emit, engine_settings, kv_dtypes, plan
 from support.plan_questions import question
 
-pytest.importorskip("vllm")
-
 
 @pytest.fixture(scope="module")
 def parser() -> Any:

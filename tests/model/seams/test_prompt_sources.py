@@ -12,8 +12,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestPromptSources:
     """engine/vllm/prompt_sources.py"""

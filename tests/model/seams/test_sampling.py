@@ -7,8 +7,6 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestSampling:
     """engine/vllm/sampling.py"""

@@ -8,8 +8,6 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestShmQueuePolling:
     """engine/vllm/plugins/shm_queue_polling.py"""

@@ -15,8 +15,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestStatLogger:
     """engine/vllm/stat_logger.py"""

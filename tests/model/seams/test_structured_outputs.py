@@ -11,8 +11,6 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 def processor() -> Any:
     """A vLLM input processor, as far as validation goes."""

@@ -16,8 +16,6 @@ from kvferry.config import ModelConfig
 from kvferry.engine.forks import ForkLimits
 from kvferry.errors import ConfigError, InvalidRequest
 
-pytest.importorskip("vllm")
-
 pytestmark = pytest.mark.vllm
 
 LIMITS = ForkLimits(cpu_s=1.0, wall_s=250.0, memory_bytes=256 << 20)

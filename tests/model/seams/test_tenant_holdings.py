@@ -19,8 +19,6 @@ from .test_tenant_scheduler import vllm_config as vllm_config
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 def hints_of(tenant: str, *, floor: float = 0.0, cap: float = 1.0, ttl_s: float | None = None) -> TierHints:
     return TierHints(Namespace(tenant), terms=EngineTerms(TierTerms(), TierTerms(floor=floor, cap=cap, ttl_s=ttl_s)))

@@ -24,7 +24,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 41  # one is vLLM's null block

@@ -21,7 +21,6 @@ from support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
 
 _INT4 = {"bits": 4, "group_size": 128}
 _FP8_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True}

@@ -12,8 +12,6 @@ from .support import BLOCK_SIZE, Request, context_of, parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestTierConnector:
     """engine/vllm/plugins/tier_connector.py"""

