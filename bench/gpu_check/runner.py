@@ -170,8 +170,8 @@ def end(started: subprocess.Popen[bytes], token: str) -> int:
         started.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             started.wait(PATIENCE_S)
-    # Helpers of multiprocessing end a moment after their parent.
-    deadline_s = time.monotonic() + KILL_WAIT_S
+    # Helpers of multiprocessing end a moment after their parent; those of one that goes on do not.
+    deadline_s = time.monotonic() + (KILL_WAIT_S if started.poll() is not None else 0.0)
     while (left := belonging(token)) and time.monotonic() < deadline_s:
         psutil.wait_procs(left, timeout=0.5)
     num_left = len(left)

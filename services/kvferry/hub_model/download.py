@@ -29,7 +29,7 @@ _TIMEOUT_S = 60.0  # until the connection, and between two chunks
 FIRST_PAUSE_S = 1.0  # after a failure; each further one doubles it
 _LONGEST_PAUSE_S = 30.0
 
-# Waits for an event so many seconds at most, and returns whether it is set.
+# Before another try, unless the event is set; returns whether it is.
 Pause = Callable[[threading.Event, float], bool]
 
 

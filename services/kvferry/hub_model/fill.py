@@ -35,10 +35,7 @@ def fill(
     token: str = "",
     pause: Pause = threading.Event.wait,
 ) -> None:
-    """Raises ConfigError where another try is in vain, UnavailableError where it goes on with what is there.
-
-    `pause` waits before another try, as threading.Event.wait does.
-    """
+    """Raises ConfigError where another try is in vain, UnavailableError where it goes on with what is there."""
     # In a folder beside it, which gets the name when it is whole.
     if not marker.why_not_whole(folder, model, revision):
         report(f"{folder} holds {model} at {revision} already")

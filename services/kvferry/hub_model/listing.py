@@ -134,7 +134,7 @@ async def _model_info(model: str, revision: str, endpoint: str, token: str) -> _
 
 @functools.cache
 def ssl_context() -> ssl.SSLContext:
-    """Return httpx's own context, made once: reading the certificates takes 50 ms of CPU."""
+    """Read the certificates that httpx trusts."""
     return httpx.create_ssl_context()
 
 

@@ -80,7 +80,7 @@ class Volume:
         monotonic: Callable[[], float] = time.monotonic,
         lock_patience_s: float = LOCK_PATIENCE_S,
     ) -> None:
-        """`shared`: other `writer` names use the folder too, and `open` waits for their locks. Raises ValueError."""
+        """`shared`: other `writer` names use the folder too. Raises ValueError."""
         if capacity_bytes < 0:
             raise ValueError(f"a capacity of {capacity_bytes} bytes")
         self.path = path

@@ -19,7 +19,7 @@ from bench.gpu_check import report, runner
 from bench.gpu_check.gpus import Gpu, NoGpu, parse
 from bench.gpu_check.parts import PARTS, TOTAL_LIMIT_S, Part, why_skipped
 from bench.gpu_check.runner import Outcome, run_all, run_part
-from support.waiting import until
+from support.waiting import until, wait_until
 from tools import gpu_check
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -234,8 +234,17 @@ time.sleep(600)
 def test_a_part_over_its_limit_ends_with_all_that_it_started_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    log = tmp_path / "log.txt"
+
+    def has_begun() -> bool:
+        return log.exists() and len(log.read_text().split()) == 2
+
+    def reach_the_limit(*_: object) -> bool:
+        wait_until(has_begun, what="the part's family")
+        return False
+
     monkeypatch.setattr(runner, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(runner, "KILL_WAIT_S", 0.5)
+    monkeypatch.setattr(runner, "_wait", reach_the_limit)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as bystander:
         try:
             outcome = run_part(part("p", _FAMILY), tmp_path, 5.0)
@@ -243,10 +252,20 @@ def test_a_part_over_its_limit_ends_with_all_that_it_started_and_nothing_else(
         finally:
             bystander.kill()
     assert (outcome.status, outcome.reason) == ("timed out", "its limit of 5 s")
-    pids = [int(pid) for pid in (tmp_path / "log.txt").read_text().split()]
-    assert len(pids) == 2
-    for pid in pids:
+    for pid in map(int, log.read_text().split()):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_limit_is_noticed_and_said_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "SAY_EVERY_S", 0.01)
+    said: list[None] = []
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        try:
+            assert not runner._wait(process, 0.05, lambda: said.append(None))
+        finally:
+            process.kill()
+        assert runner._wait(process, 600, lambda: None)
+    assert said
 
 
 def test_what_outlives_a_part_is_ended_and_fails_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +290,7 @@ async def test_an_interrupt_ends_the_part_that_runs(tmp_path: Path, num_interrup
         [
             "import sys",
             "from bench.gpu_check import runner",
-            "runner.PATIENCE_S = 2.0",
+            "runner.PATIENCE_S = 0.5",
             "from bench.gpu_check import __main__ as program",
             "from bench.gpu_check.gpus import Gpu",
             "from bench.gpu_check.parts import Part",
@@ -328,7 +347,8 @@ def test_results_of_tests_are_read(
     (file := tmp_path / "test_it.py").write_text(text)
     command = ("-m", "pytest", "-q", "-c", str(tmp_path / "none.ini"), str(file), "--junitxml={out}/tests.xml")
     (tmp_path / "none.ini").write_text("[pytest]\n")
-    outcome = run_part(part("p", kind="tests", command=command), tmp_path / "out", 60.0)
+    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # importing plugins would take most of the time
+    outcome = run_part(part("p", kind="tests", command=command, environ=alone), tmp_path / "out", 60.0)
     assert (outcome.status, outcome.reason.startswith(reason)) == (status, True), outcome.reason
     assert tuple(outcome.figures[key] for key in ("passed", "failed", "skipped")) == counts
 
