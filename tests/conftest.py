@@ -8,12 +8,14 @@ simulated engines are a third.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import httpx
 import hypothesis
 import pytest
 import pytest_asyncio
@@ -95,6 +97,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_exit_status)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_ssl_context() -> Iterator[None]:
+    """Clients of httpx share the context of the system's authorities: each read them, 20 ms, for http:// too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(httpx._transports.default, "create_ssl_context", functools.cache(httpx.create_ssl_context))
+        yield
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

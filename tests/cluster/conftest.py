@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import httpx
+import pytest
 import pytest_asyncio
 
 from kvferry import config as configuration
@@ -173,6 +177,29 @@ async def cluster() -> AsyncIterator[SimCluster]:
     """One prefill worker, one decode worker, one gateway."""
     async with running() as cluster:
         yield cluster
+
+
+@pytest.fixture
+def small_send_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel holds little of what clients do not read: left alone, buffers grow to megabytes."""
+    create = socket.create_server
+
+    def create_small(*arguments: Any, **options: Any) -> socket.socket:
+        listener = create(*arguments, **options)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)  # accepted sockets inherit it
+        return listener
+
+    monkeypatch.setattr(socket, "create_server", create_small)
+
+
+async def connect(cluster: SimCluster) -> socket.socket:
+    """A connection to the gateway with a small receive buffer."""
+    assert cluster.gateway is not None
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", cluster.gateway.port))
+    return client
 
 
 @pytest_asyncio.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.gateway.lifecycle import build_renderer
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
+from kvferry.worker import lifecycle
+from kvferry.worker.hang_detector import HangDetector
 from support.waiting import until, wait_until
 
 from .conftest import MODEL, SimCluster, running
@@ -49,6 +51,21 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[SimEngine], None
 
     monkeypatch.setattr(SimEngine, "generate", generate_or_end)
     return how
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[HangDetector]:
+    """Count the detectors' looks at their engines, of which ten are the timeout: on a busy machine they take longer."""
+    done: list[HangDetector] = []
+    is_hung = HangDetector.is_hung
+
+    def count(self: HangDetector, now_s: float, progress: Hashable, *, busy: bool) -> bool:
+        done.append(self)
+        return is_hung(self, done.count(self) * self._timeout_s / 10, progress, busy=busy)
+
+    monkeypatch.setattr(HangDetector, "is_hung", count)
+    monkeypatch.setattr(lifecycle, "HEALTH_PERIOD_S", 0.02)
+    return done
 
 
 def num_dead(cluster: SimCluster) -> int:
@@ -117,15 +134,19 @@ async def test_a_request_that_lost_a_worker_is_not_given_to_one_that_says_nothin
     """Unless no other worker is left."""
     quiet: set[str] = set()
     monkeypatch.setattr(WorkerLink, "is_quiet", property(lambda link: link.member.member_id in quiet))
-    async with running(0, 4, sim=SIM | {"prefill_tokens_per_s": 20.0}) as cluster, client_of(cluster) as http:
-        asking = asyncio.create_task(ask(http, prompts(1)[0], max_tokens=2))
+    async with running(0, 4, sim=SIM) as cluster, client_of(cluster) as http:
         hosts = dict(cluster.workers)
-        busy = lambda: [host for host, engine in hosts.items() if engine.stats().num_running]  # noqa: E731
+        for engine in hosts.values():
+            hang(engine)
+        asking = asyncio.create_task(ask(http, prompts(1)[0], max_tokens=2))
+        busy = lambda: [host for host, engine in hosts.items() if engine.stats().num_waiting]  # noqa: E731
         await until(lambda: bool(busy()))
         (first,) = busy()
         others = [host.worker_id for host in hosts if host is not first]
         quiet.update(others[:num_quiet])
         hosts[first].kill()
+        for engine in hosts.values():
+            engine.faults = Faults()
         answer = await asking
         assert answer.status_code == 200
         record = cluster.dispatcher.recent(answer.headers["x-request-id"])[0]
@@ -136,13 +157,14 @@ async def test_a_request_that_lost_a_worker_is_not_given_to_one_that_says_nothin
 @pytest.mark.parametrize("how", [kill, hang])
 @pytest.mark.parametrize("prefill", [0, 2])
 async def test_streams_beside_it_end_whole(
-    poisoned: list[Callable[[SimEngine], None]], how: Callable[[SimEngine], None], prefill: int
+    poisoned: list[Callable[[SimEngine], None]],
+    looks: list[HangDetector],
+    how: Callable[[SimEngine], None],
+    prefill: int,
 ) -> None:
     poisoned[0] = how
-    # Long enough for a busy machine: an engine that is slow for once must not count as hung.
-    worker = {"heartbeat_s": 0.2, "hang_timeout_s": 3.0}
-    async with running(prefill, 4, sim=SIM, worker=worker) as cluster, client_of(cluster) as http:
-        expected = [texts(await ask(http, prompt)) for prompt in prompts(8)]
+    async with running(prefill, 4, sim=SIM) as cluster, client_of(cluster) as http:
+        expected = [texts(answer) for answer in await asyncio.gather(*(ask(http, prompt) for prompt in prompts(8)))]
         streams = [asyncio.create_task(ask(http, prompt)) for prompt in prompts(8)]
         engines = cluster.engines(MemberKind.DECODE)
         await until(lambda: sum(engine.stats().num_running for engine in engines) == 8)
@@ -216,8 +238,8 @@ async def test_suspects_of_two_gateways_are_not_tried_on_one_worker_at_once() ->
         assert server.begin_trial(other)
 
 
-async def test_an_engine_that_hangs_is_noticed_while_requests_keep_coming() -> None:
-    async with running(0, 1, sim=SIM, worker={"heartbeat_s": 0.2, "hang_timeout_s": 0.5}) as cluster:
+async def test_an_engine_that_hangs_is_noticed_while_requests_keep_coming(looks: list[HangDetector]) -> None:
+    async with running(0, 1, sim=SIM) as cluster:
         (host,) = cluster.hosts(MemberKind.DECODE)
         hang(cluster.engines(MemberKind.DECODE)[0])
         async with client_of(cluster) as http:
@@ -225,7 +247,8 @@ async def test_an_engine_that_hangs_is_noticed_while_requests_keep_coming() -> N
             async with asyncio.timeout(20):
                 while not host.server.died.is_set():
                     asked.append(asyncio.create_task(ask(http, f"number {len(asked)}")))
-                    await asyncio.sleep(0.1)  # a request in every fifth of the timeout
+                    num_looks = len(looks)
+                    await until(lambda num_looks=num_looks: len(looks) > num_looks)
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)

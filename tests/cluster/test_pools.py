@@ -340,10 +340,11 @@ async def test_no_placement_crosses_pools_whatever_workers_come_and_go() -> None
         tenants = {await key_of(cluster, f"t{i}", pool): pool for i, pool in enumerate(["a", "a", "b", "", ""])}
         for key in tenants:
             await settled(http, key)
-        num_served = 0
+        num_asked = num_served = 0
 
         async def request() -> None:
-            nonlocal num_served
+            nonlocal num_asked, num_served
+            num_asked += 1
             key = rng.choice(list(tenants))
             names = {MODEL: tenants[key]}
             names |= {f"m-{tenants[key]}": tenants[key]} if tenants[key] else {"m-b": "b", "m-c": "c"}
@@ -360,8 +361,8 @@ async def test_no_placement_crosses_pools_whatever_workers_come_and_go() -> None
                 assert answer.status_code in (429, 500, 502, 503), answer.text
 
         async def trouble() -> None:
-            for _ in range(12):
-                await asyncio.sleep(0.05)
+            for turn in range(1, 13):
+                await until(lambda turn=turn: num_asked >= 12 * turn)
                 kind = rng.choice([MemberKind.PREFILL, MemberKind.DECODE])
                 pool = rng.choice(["", "a", "b", "c"])
                 alive = [(host, engine) for host, engine in cluster.workers if not host.server.draining]

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.engine.base import Backlogs
 from kvferry.gateway.lifecycle import GatewayHost
-from kvferry.membership.base import WORKER_KINDS
+from kvferry.membership.base import WORKER_KINDS, MemberKind
 from kvferry.router import usage
 from kvferry.tenancy.limits import LimitName
 from kvferry.worker import turns
@@ -109,7 +109,8 @@ async def test_a_share_that_is_changed_counts_for_requests_from_then_on() -> Non
         admin = admin_of(cluster)
         await admin.set_contract("gold", share=0.25)
         keys = {name: await admin.add_key(name, "again") for name in ("gold", "noise")}
-        await asyncio.sleep(1.0)
+        await until(lambda: all(knows_share(gateway, "gold", 0.25, num_keys=2) for gateway in cluster.gateways))
+        await until(lambda: all(knows_share(gateway, "noise", 1.0, num_keys=2) for gateway in cluster.gateways))
         floods = [
             asyncio.create_task(flood(gateway, keys[name], name, done, 24, body))
             for gateway, name in zip(cluster.gateways, keys, strict=True)
@@ -201,21 +202,32 @@ async def test_workers_hear_what_tenants_got_elsewhere_from_one_gateway(monkeypa
         first, second = await two_gateways(cluster)
         done: Counter[str] = Counter()
         floods = [asyncio.create_task(flood(gateway, key, "gold", done, 24, body)) for gateway in (first, second)]
-        servers = [host.server for host, _ in cluster.workers if host.server._role == "prefill"]
-        queues = {server._turns: server for server in servers}
+        queues = {host.worker_id: host.server._turns for host in cluster.hosts(MemberKind.PREFILL)}
         await until(lambda: sum(got.get("gold", 0.0) for _, got, _ in heard) > 1000.0, within_s=30)
         for task in floods:
             task.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
-        assert {each for each, _, _ in heard} == queues.keys()
+        assert {each for each, _, _ in heard} == set(queues.values())
         assert {num for _, _, num in heard} == {2}
-        await asyncio.sleep(1.0)
-        for server in servers:
-            assert server._turns is not None
-            (other,) = [each for each in servers if each is not server]
-            told = sum(got.get("gold", 0.0) for turns, got, _ in heard if turns is server._turns)
-            assert told <= other._turns.served_ms["gold"], "no work counts twice"
-            assert told > other._turns.served_ms["gold"] / 3
+        await until(lambda: not any(host.server.num_requests for host, _ in cluster.workers))
+        one, other = (queue for queue in queues.values() if queue is not None)
+
+        def told(queue: Turns) -> float:
+            return sum(got.get("gold", 0.0) for each, got, _ in heard if each is queue)
+
+        def knows_all_work(gateway: GatewayHost) -> bool:
+            links = gateway.worker_pool.links(MemberKind.PREFILL)
+            queue_of = {link: queues[link.member.member_id] for link in links}
+            return all(queue and link.tenants.served_ms == queue.served_ms for link, queue in queue_of.items())
+
+        # Each gateway exchanges once more, after it has heard of all work.
+        for gateway in (first, second):
+            assert gateway._usage is not None
+            await until(lambda gateway=gateway: knows_all_work(gateway))
+            gateway._usage.exchange()
+        for queue, elsewhere_ms in ((one, other.served_ms["gold"]), (other, one.served_ms["gold"])):
+            await until(lambda queue=queue, got_ms=elsewhere_ms: told(queue) > got_ms / 3)
+            assert told(queue) <= elsewhere_ms, "no work counts twice"
 
 
 async def test_a_flood_leaves_places_for_others_on_workers_and_in_the_line() -> None:
@@ -291,6 +303,12 @@ async def test_a_limit_of_a_tenant_holds_over_two_gateways_and_for_it_alone() ->
         assert int(refused[0].headers["retry-after"]) >= 1
         others = [await send(gateway, "beta") for gateway in (first, second) for _ in range(20)]
         assert [answer.status_code for answer in others] == [200] * 40
+
+
+def knows_share(gateway: GatewayHost, tenant: str, share: float, *, num_keys: int) -> bool:
+    directory = gateway.identification.directory
+    record = directory.record(tenant) if directory is not None else None
+    return record is not None and record.share == share and len(record.keys) == num_keys
 
 
 def knows_limit(gateway: GatewayHost, tenant: str) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from support.waiting import until
 
-from .conftest import MODEL, SimCluster, running
+from .conftest import MODEL, SimCluster, connect, running
 from .test_http_edges import Client
 
 BODY: dict[str, Any] = {
@@ -24,20 +24,17 @@ BODY: dict[str, Any] = {
     "stream": True,
     "logprobs": 20,
 }
+pytestmark = pytest.mark.usefixtures("small_send_buffers")
+
 LEAST = {"http_port": 0, "max_write_buffer_bytes": 64 << 10}
 
 
 async def connect_without_reading(cluster: SimCluster, body: dict[str, Any]) -> socket.socket:
     """A client with a small receive buffer that sends a request and reads nothing of the answer."""
-    assert cluster.gateway is not None
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.setblocking(False)
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(client, ("127.0.0.1", cluster.gateway.port))
+    client = await connect(cluster)
     raw = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
-    await loop.sock_sendall(client, head + raw)
+    await asyncio.get_running_loop().sock_sendall(client, head + raw)
     return client
 
 

@@ -268,7 +268,6 @@ WELCOME = pb.Upward(welcome=pb.Welcome(worker_id="w"))
     "nonsense",
     [
         pb.Upward(step=pb.Step(numbers=[1, 2], num_tokens=[1])),  # columns of unequal length
-        pb.Upward(),
         WELCOME,  # once more
     ],
 )
@@ -283,6 +282,19 @@ async def test_a_message_that_cannot_be_read_does_not_end_the_link(transport: Tr
     async with answering(transport, answer) as address, linked(member(address, transport)) as link:
         await until(lambda: links == [1, 2] and link.usable, what="the link dialled again")
         assert link.generation == 2
+
+
+async def test_a_kind_of_message_that_is_not_known_here_is_left_out(transport: Transport) -> None:
+    """A worker of a later release may send it."""
+    residency = pb.Upward(residency=pb.Residency(sequence=3, snapshot=True))
+    async with (
+        answering(transport, lambda _: [WELCOME, pb.Upward(), residency]) as address,
+        linked(member(address, transport)) as link,
+    ):
+        heard: list[pb.Residency] = []
+        link.on_residency = heard.append
+        await until(lambda: bool(heard))
+        assert (heard[0].sequence, link.generation, link.usable) == (3, 1, True)
 
 
 async def test_what_comes_before_the_welcome_is_not_taken(transport: Transport) -> None:
