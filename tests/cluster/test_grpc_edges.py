@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvferry.gateway import grpc_health, grpc_messages, grpc_reflection, grpc_server, tls_handshake, unread_answers
+from kvferry.gateway.admission import CountedRequest
 from kvferry.gateway.grpc_messages import MessageReads
 from kvferry.gateway.grpc_server import SERVICE
 from kvferry.gateway.key_file import new_key
@@ -164,8 +165,16 @@ async def test_a_call_that_is_over_does_not_wait_for_its_client(
 ) -> None:
     """The time of the request ends while its answer is not read. Nine such calls of a connection are one scan."""
     monkeypatch.setattr(grpc_server, "ABORT_TIMEOUT_S", 0.3)
+    begun: list[CountedRequest] = []
+    enter = CountedRequest.__enter__
+
+    def remember(counted: CountedRequest) -> CountedRequest:
+        begun.append(counted)
+        return enter(counted)
+
+    monkeypatch.setattr(CountedRequest, "__enter__", remember)
     sim = {"step_ms": 0.1, "prefill_tokens_per_s": 200_000.0, "max_model_len": 200_000}
-    async with running(gateway={"request_timeout_s": 3.0}, sim=sim) as cluster, own_channel_to(cluster, *SMALL) as slow:
+    async with running(sim=sim) as cluster, own_channel_to(cluster, *SMALL) as slow:
         gateway = cluster.gateway
         assert gateway is not None
         request: Any = generate(sampling=pb.Sampling(max_tokens=512, ignore_eos=True, logprobs=20))
@@ -174,9 +183,13 @@ async def test_a_call_that_is_over_does_not_wait_for_its_client(
         if method == "Tokenize":
             request, num_calls = pb.TokenizeRequest(model=MODEL, text="word " * 120_000), 9
         calls = [slow.unary_stream(f"/{SERVICE}/{method}")(request.SerializeToString()) for _ in range(num_calls)]
-        await until(lambda: gateway.admission.num_in_flight > 0)
+        unread = gateway.app.unread_answers
+        await until(lambda: len(unread._connections) == num_calls, what="its answer waits for its client")
+        for counted in begun:
+            assert counted.expire is not None
+            counted.expire()
         await until(lambda: gateway.admission.num_in_flight == 0, what="it does not keep its place")
-        assert gateway.app.unread_answers.num_bytes == 0
+        assert unread.num_bytes == 0
         endpoint = {"Generate": "generate", "GenerateStream": "generate_stream", "Tokenize": "tokenize"}[method]
         num_late = cluster.metric(f'kvferry_requests_total{{endpoint="grpc_{endpoint}",status="504"}}')
         assert 1 <= num_late <= num_calls

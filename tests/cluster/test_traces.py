@@ -21,7 +21,7 @@ from prometheus_client.samples import Sample
 
 from bench.vllm_engines import VllmPair
 from kvferry import config as configuration
-from kvferry import model_folder
+from kvferry import model_folder, tracing
 from kvferry.engine.base import Engine
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.inference.v1 import inference_pb2 as pb
@@ -44,7 +44,8 @@ TOLERANCE = 0.05
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    monkeypatch.setattr(tracing, "_EXPORT_PERIOD_S", 0.02)
     with Collector() as collector:
         yield collector
 
@@ -417,7 +418,10 @@ async def test_what_is_not_sampled_is_not_traced(collector: Collector) -> None:
         assert {span.trace_id for span in collector.spans()} == {trace_id}
 
 
-async def test_a_collector_that_is_away_holds_up_nobody(collector: Collector, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_collector_that_is_away_holds_up_nobody(
+    collector: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "_EXPORT_TIMEOUT_S", 0.5)
     endpoint = collector.endpoint
     collector.stop()
     caplog.set_level(logging.INFO)

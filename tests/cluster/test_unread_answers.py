@@ -194,6 +194,7 @@ async def test_a_client_that_reads_slowly_gets_its_whole_answer(certificates: Ce
             while unread._connections and entry.num_bytes >= num_before:
                 answer += await reader.read(1 << 16)
                 await asyncio.sleep(0)
+                unread.look()
             clock.time_s += STALL_S - 1
         assert clock.time_s > 2 * STALL_S
         answer += await reader.read()

@@ -11,11 +11,13 @@ import httpx
 from bench.live_cluster import MODEL, Cluster, running
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
+from kvferry.engine.sim import Faults, SimEngine
 from kvferry.gateway.asgi import EXPLAIN_PATH
 from support.waiting import until
 
 NUM_SLOTS = 4  # of each of two decode workers
 NUM_TOKENS = 150
+SLOW = Faults(step_delay_s=0.009)  # one stream is long beside what a gateway needs to begin others
 
 
 def config() -> ClusterConfig:
@@ -25,7 +27,7 @@ def config() -> ClusterConfig:
             "engine": {"kind": "sim", "block_size": 16, "max_num_seqs": NUM_SLOTS},
             "prefill": {"replicas": 2},
             "decode": {"replicas": 2},
-            "sim": {"step_ms": 10.0, "num_pages": 4096},
+            "sim": {"step_ms": 1.0, "num_pages": 4096},
             "gateway": {"http_port": 0, "grpc_port": None, "tenants_in_etcd": True},
         }
     )
@@ -82,6 +84,12 @@ async def tenants_of(cluster: Cluster, *names: str) -> list[Tenant]:
     return tenants
 
 
+def set_pace(cluster: Cluster, faults: Faults) -> None:
+    for _, engine in cluster.workers:
+        assert isinstance(engine, SimEngine)
+        engine.faults = faults
+
+
 def num_preempted(cluster: Cluster) -> float:
     text = cluster.gateways[0].metrics.render().decode()
     (line,) = [line for line in text.splitlines() if line.startswith("kvferry_preempted_requests_total")]
@@ -92,6 +100,7 @@ async def test_preempted_streams_go_on_without_a_difference() -> None:
     """A tenant whose streams hold all slots gives some to one that comes, and none of its answers is another one."""
     async with running(config(), 1) as cluster:
         noise, gold = await tenants_of(cluster, "noise", "gold")
+        set_pace(cluster, SLOW)
         prompts = [f"noise {number} of many" for number in range(4 * NUM_SLOTS)]
         flood = [asyncio.create_task(noise.ask(prompt, NUM_TOKENS)) for prompt in prompts]
         await until(lambda: noise.num_begun >= 2 * NUM_SLOTS)
@@ -99,6 +108,7 @@ async def test_preempted_streams_go_on_without_a_difference() -> None:
         assert {num_tokens for _, num_tokens, _ in answers} == {5}
         assert not any(task.done() for task in flood), "gold did not wait for an end of noise"
         assert num_preempted(cluster) >= 1
+        set_pace(cluster, Faults())
         preempted = await asyncio.gather(*flood)
         alone = await asyncio.gather(*(gold.ask(prompt, NUM_TOKENS) for prompt in prompts))
         assert [answer[:2] for answer in preempted] == [answer[:2] for answer in alone]
@@ -114,6 +124,7 @@ async def test_preempted_streams_go_on_without_a_difference() -> None:
 async def test_a_sampled_answer_with_a_seed_is_not_preempted() -> None:
     async with running(config(), 1) as cluster:
         noise, gold = await tenants_of(cluster, "noise", "gold")
+        set_pace(cluster, SLOW)
         flood = [
             asyncio.create_task(noise.ask(f"noise {number}", NUM_TOKENS, temperature=1, seed=number))
             for number in range(2 * NUM_SLOTS)

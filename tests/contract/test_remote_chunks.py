@@ -325,7 +325,7 @@ async def test_memory_that_is_lent_out_is_waited_for(tmp_path: Path, rows: Rows)
             stub = keeper_pb2_grpc.KeeperStub(channel)  # type: ignore[no-untyped-call]
             first = await stub.Fetch(question(b, CHUNKS[:8]))
             waiting = asyncio.ensure_future(stub.Fetch(question(b, CHUNKS[8:16])))
-            await asyncio.sleep(0.05)
+            await until(lambda: b.lender._staging.num_free == 0, what="the second question has what is left")
             assert not waiting.done()
             await stub.Release(pb.ReleaseRequest(lease=first.lease))
             second = await waiting

@@ -172,7 +172,7 @@ async def test_a_body_on_its_way_or_promised_an_interim_answer_is_left_to_receiv
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n"
         writer.write(head + b"\r\nbo")
-        await asyncio.sleep(0.05)
+        await until(lambda: bool(taken))
         writer.write(b"dy")
         await reader.readuntil(b"body")
         writer.write(head + b"expect: 100-continue\r\n\r\nbody")
