@@ -18,7 +18,7 @@ from kvferry.engine import fork_process
 from kvferry.engine.vllm.text_model import use_cpu_platform
 from kvferry.gateway.lifecycle import build_renderer
 from support.child_imports import import_environment
-from support.fork_processes import TIMEOUT_S
+from support.waiting import PATIENCE_S
 
 VERSION = "0.32.0"
 
@@ -69,7 +69,7 @@ async def _answers(folder: str) -> dict[str, Any]:
 def main() -> None:
     """Print the answers of each folder's renderer, as JSON on one line."""
     way, *folders = sys.argv[1:]
-    fork_process._SLOW_START_S = float(TIMEOUT_S)
+    fork_process._SLOW_START_S = float(PATIENCE_S)
     if way == "gateway":
         use_cpu_platform()
     for folder in folders:
