@@ -16,15 +16,20 @@ import pytest
 
 from kvferry import model_folder
 from kvferry.config import EngineConfig, ModelConfig
-from kvferry.engine.base import AnswerDelta, Continued, EngineRequest, FinishReason, RenderedPrompt, RequestId
+from kvferry.engine.base import AnswerDelta, Continued, EngineRequest, FinishReason, RenderedPrompt, RequestId, Sampling
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.engine.vllm.parsing import Parsers, texts_of
 from kvferry.engine.vllm.renderer import VllmRenderer
-from kvferry.engine.vllm.sampling import to_vllm
 from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator
 from kvferry.errors import ConfigError, EngineError, InvalidRequest
 
 pytestmark = pytest.mark.vllm
+
+
+def vllm_params(sampling: Sampling) -> Any:
+    from kvferry.engine.vllm.sampling import to_vllm  # it imports vLLM
+
+    return to_vllm(sampling, transfer_params=None)
 
 
 MODEL = ModelConfig(tool_parser="hermes", reasoning_parser="deepseek_r1")
@@ -120,7 +125,7 @@ class Worker:
         self._parsers = parsers
         self._prompt = prompt
         self.token_ids: list[int] = tokenizer.encode(answer, add_special_tokens=False)
-        self.params = to_vllm(prompt.sampling, transfer_params=None)
+        self.params = vllm_params(prompt.sampling)
         self.pieces = texts_of(tokenizer, prompt.token_ids, self.token_ids, self.params)
 
     def begin(self, continued: Continued | None = None, before: tuple[int, int] = (0, 0)) -> Any:
@@ -170,7 +175,7 @@ def test_a_call_that_must_be_made_becomes_a_grammar(renderer: VllmRenderer, choi
     grammar = render(renderer, tools=TOOLS, tool_choice=choice).sampling.structured_outputs
     assert "wait" in grammar
     assert ("weather" in grammar) == (choice == "required")
-    to_vllm(render(renderer, tools=TOOLS, tool_choice=choice).sampling, transfer_params=None)
+    vllm_params(render(renderer, tools=TOOLS, tool_choice=choice).sampling)
 
 
 def test_plain_chats_still_go_the_short_way(renderer: VllmRenderer, tools_only: VllmRenderer) -> None:
@@ -366,7 +371,7 @@ async def test_a_parser_that_fails_ends_the_request_with_an_error_of_its_own(
     monkeypatch.setattr(parsers._parser_class, "parse_delta", fail)
     answer = parsers.begin(
         EngineRequest(RequestId("r"), prompt.token_ids, prompt.sampling, parse=prompt.parse),
-        to_vllm(prompt.sampling, transfer_params=None),
+        vllm_params(prompt.sampling),
     ).answer
     with pytest.raises(EngineError, match="the answer cannot be parsed: KeyError"):
         answer.on_output([1], "x", finished=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import inspect
 import io
 import json
@@ -11,7 +12,7 @@ import shutil
 import struct
 import zlib
 from array import array
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -235,7 +236,7 @@ def bomb(kind: bytes) -> bytes:
     return file[:33] + struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body)) + file[33:]
 
 
-HOSTILE: Mapping[str, tuple[bytes, str]] = {
+HOSTILE: Mapping[str, tuple[bytes | Callable[[], bytes], str]] = {
     "most pixels and one": (png_of(MAX_PIXELS + 1, 1), f"gateway.images.max_pixels is {MAX_PIXELS}"),
     "a wide bomb": (png_of(2**31 - 1, 2**31 - 1), "pixels are too many"),
     "a gif bomb": (FORMATS["gif"][:6] + b"\xff" * 4 + FORMATS["gif"][10:], "65535 x 65535 pixels"),
@@ -251,14 +252,15 @@ HOSTILE: Mapping[str, tuple[bytes, str]] = {
     "tiff": (file_of(picture(17), "TIFF"), "expected PNG, JPEG, WebP or GIF"),
     "bmp": (file_of(picture(18), "BMP"), "expected PNG, JPEG, WebP or GIF"),
     "empty": (b"", "expected PNG, JPEG, WebP or GIF"),
-    "a bomb of text": (bomb(b"zTXt"), "messages[0].content[1]: "),
-    "a bomb of colours": (bomb(b"iCCP"), "messages[0].content[1]: "),
+    "a bomb of text": (functools.partial(bomb, b"zTXt"), "messages[0].content[1]: "),
+    "a bomb of colours": (functools.partial(bomb, b"iCCP"), "messages[0].content[1]: "),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_hostile_files_cost_their_request_alone(renderer: VllmRenderer, chats: ImageChats, name: str) -> None:
-    file, reason = HOSTILE[name]
+    made, reason = HOSTILE[name]
+    file = made if isinstance(made, bytes) else made()
     await render(renderer, FORMATS["png"])
     pid = chats._process.pid
     with pytest.raises(InvalidRequest) as refused:
