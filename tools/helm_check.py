@@ -77,8 +77,13 @@ class Helm:
         return int(self.version.partition(".")[0])
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        # Nothing of the caller's Helm: no plugins, no repositories.
-        environ = {"PATH": os.environ.get("PATH", ""), "HOME": "/nonexistent", "HELM_PLUGINS": "/nonexistent"}
+        # Nothing of the caller's Helm: no plugins, no repositories. It ends before Go would need to collect garbage.
+        environ = {
+            "PATH": os.environ.get("PATH", ""),
+            "HOME": "/nonexistent",
+            "HELM_PLUGINS": "/nonexistent",
+            "GOGC": "off",
+        }
         return subprocess.run([str(self.program), *arguments], capture_output=True, text=True, env=environ)
 
     def lint(self, values: Path | None) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,6 +50,25 @@ def write_values(folder: Path, values: dict[str, Any]) -> Path:
     image = {"registry": "registry.example", **values.get("image", {})}
     file.write_text(yaml.safe_dump({**values, "image": image}))
     return file
+
+
+def rendering(values: Mapping[str, Any] | Path) -> list[dict[str, Any]]:
+    """Return the objects for values, with a registry where they name none, or for a file. Raises CheckFailed.
+
+    Helm runs once for equal values, so secrets that it makes anew are the same.
+    """
+    if isinstance(values, Path):
+        return list(helm_check.documents(_rendered(values.read_text())))
+    image = {"registry": "registry.example", **values.get("image", {})}
+    return list(helm_check.documents(_rendered(json.dumps({**values, "image": image}))))
+
+
+@functools.cache
+def _rendered(text: str) -> str:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(text)
+        file.flush()
+        return str(newest_helm().template(values=Path(file.name)))
 
 
 def one(rendered: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:
