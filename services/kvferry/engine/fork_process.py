@@ -34,7 +34,7 @@ _MOST_START_CPU_S = 600.0
 _START_PERIOD_S = 1.0  # between two looks at a start
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
-_ANSWER_MARGIN_S = 60.0  # after a fork's deadline, until the process is taken for hung
+_ANSWER_MARGIN_S = 60.0  # after a fork's deadline, until the process counts as hung
 
 _PASSED_ON = frozenset({"PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "HF_HOME"})
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")

@@ -10,7 +10,7 @@ from support.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
-def patient() -> Iterator[None]:
+def without_wall_limits() -> Iterator[None]:
     """Let requests wait for starts and forks, however slow they are: CPU time alone limits them."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(fork_process, "_SLOW_START_S", float(PATIENCE_S))

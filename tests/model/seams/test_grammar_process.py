@@ -17,11 +17,15 @@ from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import InvalidRequest
 from kvferry.gateway.lifecycle import build_renderer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("patient")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("without_wall_limits"),
+]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def renderer(patient: None) -> AsyncIterator[VllmRenderer]:
+async def renderer(without_wall_limits: None) -> AsyncIterator[VllmRenderer]:
     config = configuration.parse({"model": {"tool_parser": "hermes"}, "gateway": {"grammar_processes": 1}})
     made = await asyncio.to_thread(build_renderer, config, str(model_folder.resolve("default")))
     assert isinstance(made, VllmRenderer)

@@ -34,7 +34,11 @@ from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from kvferry.gateway.lifecycle import build_renderer
 from support.waiting import PATIENCE_S, until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("patient")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("without_wall_limits"),
+]
 
 
 from PIL import Image  # noqa: E402  of vLLM's dependencies
@@ -52,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def renderer(folder: str, patient: None) -> AsyncIterator[VllmRenderer]:
+async def renderer(folder: str, without_wall_limits: None) -> AsyncIterator[VllmRenderer]:
     made = await asyncio.to_thread(build_renderer, configuration.parse(CONFIG), folder)
     assert isinstance(made, VllmRenderer)
     assert made.takes_images
