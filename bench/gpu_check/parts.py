@@ -131,6 +131,7 @@ PARTS: Sequence[Part] = (
         "tests",
         _tests("tests/model/test_unequal_ranks.py"),
         420,
+        {"KVFERRY_ALL_MODELS": "1"},
         num_gpus=2,
     ),
     Part(
