@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvferry_loadtest import server_metrics
 from kvferry_loadtest.http_client import Endpoint, HttpClient
 from kvferry_loadtest.server_metrics import DIALECTS, Sample, Sampler, read_text, server_of, summed
 from support.load_records import record
@@ -97,7 +98,9 @@ def test_ttft_that_follows_the_queue_correlates_with_it() -> None:
     assert server_of(first, last, samples, constant[:2]).ttft_queue_correlation is None
 
 
-async def test_a_server_that_does_not_answer_leaves_a_sample_out() -> None:
+async def test_a_server_that_does_not_answer_leaves_a_sample_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_metrics, "SETTLE_S", 0.0)  # what this server tells is never old
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while await reader.readuntil(b"\r\n\r\n"):

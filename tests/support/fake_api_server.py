@@ -66,6 +66,9 @@ def api_server(objects: Sequence[dict[str, Any]], folder: Path) -> Iterator[Path
                     answers[f"{_root(version)}/namespaces/{meta['namespace']}/{name}/{meta['name']}"] = each
 
     class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections are used again
+        disable_nagle_algorithm = True
+
         def do_GET(self) -> None:
             found = answers.get(self.path.partition("?")[0].rstrip("/"))
             missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
@@ -79,7 +82,7 @@ def api_server(objects: Sequence[dict[str, Any]], folder: Path) -> Iterator[Path
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
@@ -88,6 +91,10 @@ def api_server(objects: Sequence[dict[str, Any]], folder: Path) -> Iterator[Path
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 128  # Helm connects many times at once; what finds no room is sent again after a second
 
 
 def write_kubeconfig(folder: Path, url: str) -> Path:

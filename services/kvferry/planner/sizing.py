@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,6 +126,8 @@ class _Base:
     max_batch_of_tpot: int
     backends: tuple[str, ...]
     warnings: tuple[str, ...]
+    prefill: Roof  # of the mean prompt
+    alone: Ttft  # of the longest prompts before their first step, with a transfer
 
     @property
     def context_tokens(self) -> float:
@@ -211,7 +214,26 @@ def _base(question: Question, gpu_name: str, layout: Layout) -> _Base | Miss:
         message = f"a decode step of one request takes {alone_s * 1e3:.1f} ms; --tpot is {demand.tpot_s * 1e3:g} ms"
         return Miss(gpu_name, layout, "TPOT", message, alone_s / demand.tpot_s)
     warnings = (supported.warning,) if supported.warning else ()
-    return _Base(question, gpu_name, gpu, engine, parts, room, pages, within, supported.backends, warnings)
+    computed = demand.computed_tokens(demand.prompt.mean)
+    prefill = engine.prefill(computed, demand.prompt.mean - computed)
+    alone = _ttft_alone(question, engine)
+    return _Base(
+        question, gpu_name, gpu, engine, parts, room, pages, within, supported.backends, warnings, prefill, alone
+    )
+
+
+def _ttft_alone(question: Question, engine: Engine) -> Ttft:
+    demand = question.demand
+    longest = demand.prompt.p99
+    computed, restored = demand.computed_tokens(longest), demand.restored_tokens(longest)
+    return Ttft(
+        routing_s=question.assumptions.routing_s,
+        wait_s=0.0,
+        load_s=engine.load_s(restored, from_volume=question.volume_tier_bytes > 0) if restored else 0.0,
+        prefill_s=engine.prefill(computed, longest - computed).total_s,
+        transfer_s=engine.transfer_s(longest),
+        first_step_s=0.0,
+    )
 
 
 def _disaggregated(base: _Base) -> Candidate | Miss:
@@ -230,14 +252,14 @@ def _disaggregated(base: _Base) -> Candidate | Miss:
     def ttft(num_prefill: int) -> Ttft:
         return _ttft(base, rate, num_prefill, first_step_s=first_step_s, transfers=True, delay_s=0.0)
 
-    service_s = _service_s(base)
+    service_s = base.prefill.total_s
     servers = engine.layout.pipeline_parallel_size
     least = max(1, math.ceil(rate * service_s / (question.assumptions.utilization_limit * servers) - 1e-9))
     num_prefill = _smallest(lambda n: ttft(n).total_s <= demand.ttft_s, least)
     if num_prefill is None:
         return _ttft_miss(base, ttft(MAX_ENGINES))
     decode = engine.decode_step(batch, base.context_tokens)
-    prefill = engine.prefill(demand.computed_tokens(demand.prompt.mean), _cached(base))
+    prefill = base.prefill
     if num_prefill == num_decode == 1:
         binds = SMALLEST
     elif num_prefill > num_decode:
@@ -256,10 +278,11 @@ def _disaggregated(base: _Base) -> Candidate | Miss:
 
 def _aggregated(base: _Base) -> Candidate | Miss:
     question, engine, demand = base.question, base.engine, base.question.demand
-    service_s = _service_s(base)
+    service_s = base.prefill.total_s
     chunks = math.ceil(demand.computed_tokens(demand.prompt.p99) / question.max_num_batched_tokens)
     limit = min(base.max_batch_of_pages, question.max_num_seqs)
 
+    @functools.cache
     def state(num_engines: float) -> tuple[float, float, float, Ttft]:
         """Share of prefill, batch, TPOT and TTFT of one of so many engines."""
         rate = demand.rate_per_s / num_engines
@@ -302,7 +325,7 @@ def _aggregated(base: _Base) -> Candidate | Miss:
         return _idle_miss(base, num_engines, state(num_engines)[3], idlest_ttft())
     share, batch, tpot_s, ttft = state(num_engines)
     decode = engine.decode_step(batch, base.context_tokens)
-    prefill = engine.prefill(demand.computed_tokens(demand.prompt.mean), _cached(base))
+    prefill = base.prefill
     binds = f"prefill: {prefill.binds}" if share > 0.5 else _binds_decode(base)
     if num_engines == 1:
         binds = SMALLEST
@@ -337,16 +360,6 @@ def _candidate(
     )  # fmt: skip
 
 
-def _cached(base: _Base) -> float:
-    demand = base.question.demand
-    return demand.prompt.mean - demand.computed_tokens(demand.prompt.mean)
-
-
-def _service_s(base: _Base) -> float:
-    demand = base.question.demand
-    return base.engine.prefill(demand.computed_tokens(demand.prompt.mean), _cached(base)).total_s
-
-
 def _settled_batch(base: _Base, rate_per_s: float) -> float:
     # Return b with b = rate x answer x step(b). The step grows by less than the batch, so the iteration settles.
     demand, batch = base.question.demand, 1.0
@@ -364,19 +377,15 @@ def _settled_batch(base: _Base, rate_per_s: float) -> float:
 def _ttft(
     base: _Base, rate_per_s: float, num_servers: int, *, first_step_s: float, transfers: bool, delay_s: float
 ) -> Ttft:
-    demand, engine, assume = base.question.demand, base.engine, base.question.assumptions
-    longest = demand.prompt.p99
-    computed = demand.computed_tokens(longest)
-    servers = num_servers * engine.layout.pipeline_parallel_size
-    restored = demand.restored_tokens(longest)
+    servers, assume = num_servers * base.engine.layout.pipeline_parallel_size, base.question.assumptions
+    service_s, cv2 = base.prefill.total_s + delay_s, base.question.demand.prompt.cv2
+    alone = base.alone
     return Ttft(
-        routing_s=assume.routing_s,
-        wait_s=wait_quantile_s(
-            servers, rate_per_s, _service_s(base) + delay_s, demand.prompt.cv2, assume.ttft_percentile
-        ),
-        load_s=engine.load_s(restored, from_volume=base.question.volume_tier_bytes > 0) if restored else 0.0,
-        prefill_s=engine.prefill(computed, longest - computed).total_s + delay_s,
-        transfer_s=engine.transfer_s(longest) if transfers else 0.0,
+        routing_s=alone.routing_s,
+        wait_s=wait_quantile_s(servers, rate_per_s, service_s, cv2, assume.ttft_percentile),
+        load_s=alone.load_s,
+        prefill_s=alone.prefill_s + delay_s,
+        transfer_s=alone.transfer_s if transfers else 0.0,
         first_step_s=first_step_s,
     )
 

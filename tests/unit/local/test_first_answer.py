@@ -28,7 +28,7 @@ def refusing(request: pytest.FixtureRequest) -> Iterator[tuple[int, ClusterConfi
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     gateway = {"host": "127.0.0.1", "http_port": server.server_port}
     yield request.param, configuration.parse({"model": {"path": "m"}, "gateway": gateway})
     server.shutdown()
