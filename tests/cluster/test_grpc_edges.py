@@ -185,8 +185,10 @@ async def test_a_call_that_is_over_does_not_wait_for_its_client(
         calls = [slow.unary_stream(f"/{SERVICE}/{method}")(request.SerializeToString()) for _ in range(num_calls)]
         unread = gateway.app.unread_answers
         # More than the client's window has room for: a stream that ends before would end within it, and be read.
-        await until(lambda: unread.num_bytes > num_calls * 4 * 65_536, what="its answer waits for its client")
-        assert len(unread._connections) == num_calls
+        await until(
+            lambda: len(unread._connections) == num_calls and unread.num_bytes > num_calls * 4 * 65_536,
+            what="its answer waits for its client",
+        )
         for counted in begun:
             assert counted.expire is not None
             counted.expire()
