@@ -336,7 +336,7 @@ def comparable(events: list[Any]) -> list[Any]:
     return [[choices[index] for index in sorted(choices)], [{**u, "prompt_tokens_details": None} for u in usage]]
 
 
-LONG = 600  # tokens
+LONG = 300  # tokens
 WITH_USAGE = {"include_usage": True}
 
 
@@ -346,7 +346,7 @@ WITH_USAGE = {"include_usage": True}
         {},
         {"logprobs": 2},
         {"n": 3, "temperature": 1.0, "seed": 5},
-        {"presence_penalty": 1.0, "min_tokens": 550, "ignore_eos": False},
+        {"presence_penalty": 1.0, "min_tokens": 250, "ignore_eos": False},
     ],
     ids=["greedy", "logprobs", "three-seeded", "min-tokens"],
 )
