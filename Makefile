@@ -43,7 +43,7 @@ down: $(STAMP) ## End it and remove all it left
 status: $(STAMP) ## Show its members, roles and load
 	@$(BIN)/kvferry status $(ARGS)
 
-test: $(STAMP) ## Run all tests, with real models, etcd and clusters, in JOBS processes
+test: $(STAMP) ## Run the tests, with real models, etcd and clusters, in JOBS processes
 	@$(BIN)/pytest -n $(JOBS) --durations 40 $(ARGS)
 
 test-fast: $(STAMP) ## Run the tests that need neither a model nor a cluster

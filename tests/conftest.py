@@ -38,12 +38,20 @@ _exit_status = 0
 _UNITS = pytest.StashKey[Path]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # No environment variable: tests run pytest themselves, which would write to the same file.
+    parser.addoption("--report", type=Path, metavar="FILE", help="write the seconds of each test, as JSON")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         descriptor, name = tempfile.mkstemp(prefix="kvferry-tests-", suffix=".json")
         os.close(descriptor)
         config.stash[_UNITS] = Path(name)
-        config.pluginmanager.register(SuiteReport())
+        file: Path | None = config.getoption("report")
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        config.pluginmanager.register(SuiteReport(file))
 
 
 @pytest.hookimpl(optionalhook=True)

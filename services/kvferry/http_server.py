@@ -1,6 +1,6 @@
-"""An HTTP server of uvicorn's protocols."""
+"""Serves HTTP with uvicorn's connection class, and without its server."""
 
-# uvicorn's own polls every 0.1 s, several times in a row while it stops, and handles signals.
+# uvicorn.Server polls every 0.1 s, several times in a row while it stops, and handles signals.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DATE_PERIOD_S = 1.0
 
 
 class HttpServer:
-    """`start` it once."""
+    """Accepts connections from `start`, which is called once, until `drain`; `stop` aborts what is left."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         self.state = ServerState()
@@ -65,7 +65,7 @@ class HttpServer:
         self.drain()
         if self._date_timer is not None:
             self._date_timer.cancel()
-        # One that was closed stays open while its client does not read what is written already.
+        # A connection that was closed stays open while its client does not read what was written.
         for connection in list(self.state.connections):
             connection.transport.abort()
         await asyncio.gather(*self.state.tasks, return_exceptions=True)

@@ -133,7 +133,7 @@ async def test_a_lender_that_is_stopped_delays_and_wrongs_nobody(tmp_path: Path,
     registry.mkdir()
     (tmp_path / "a").mkdir()
     b = NodeProcess(tmp_path / "b", registry, "b")
-    config = node_config(tmp_path / "a", io_timeout_s=0.5)
+    config = node_config(tmp_path / "a", io_timeout_s=1.0)
     try:
         b.start()
         with rows_of(64, ROW_BYTES) as others:

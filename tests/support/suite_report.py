@@ -1,4 +1,4 @@
-"""What a run of the tests took: seconds of each test and file, the highest memory and load, and on which machine."""
+"""Reports what a run of the tests took: seconds of each test and file, peak memory and load, and the machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-REPORT = "KVFERRY_TEST_REPORT"  # a file that gets the report as JSON
-
 _INTERVAL_S = 1.0
 _NUM_FILES = 25
 # Of /proc/cpuinfo: vLLM and torch choose kernels by these.
@@ -24,7 +22,9 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_b
 class SuiteReport:
     """A plugin of the process that runs the tests or, with pytest-xdist, of the one that distributes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path | None) -> None:
+        """`file` gets the report as JSON."""
+        self._file = file
         self._nodeid_to_s: dict[str, float] = defaultdict(float)
         self._started_s = time.monotonic()
         self._used_at_start = _used_bytes()
@@ -44,8 +44,8 @@ class SuiteReport:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         report = self.report()
-        if file := os.environ.get(REPORT):
-            Path(file).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if self._file is not None:
+            self._file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         write = terminalreporter.write_line
         terminalreporter.section("this run")
         write("{processor}, {cores} cores ({features}), {memory_gib} GiB".format(**report))

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-# For a condition that never comes: ten times what the slowest machine needs, with other tests beside.
+# For a condition that never comes: a busy machine that is slow stays far below it.
 PATIENCE_S = 600.0
 
 

@@ -60,6 +60,14 @@ async def serving(app: App) -> AsyncIterator[tuple[HttpServer, int]]:
         await asyncio.open_connection("127.0.0.1", port)
 
 
+async def asked(app: App, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Return a connection whose request has begun."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(REQUEST)
+    await until(lambda: app.num_running == 1)
+    return reader, writer
+
+
 def test_what_is_used_of_uvicorn_is_there() -> None:
     assert list(inspect.signature(HttpToolsProtocol).parameters) == ["config", "server_state", "app_state", "_loop"]
     assert vars(ServerState()) == {"total_requests": 0, "connections": set(), "tasks": set(), "default_headers": []}
@@ -78,8 +86,7 @@ async def test_answers_have_the_date_which_is_renewed(monkeypatch: pytest.Monkey
     app = App()
     app.released.set()
     async with serving(app) as (server, port):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(REQUEST)
+        reader, writer = await asked(app, port)
         head = (await reader.readuntil(b"ok")).decode()
         (date,) = (line.removeprefix("date: ") for line in head.splitlines() if line.startswith("date: "))
         assert abs(parsedate_to_datetime(date).timestamp() - time.time()) < 60
@@ -97,9 +104,8 @@ async def test_draining_ends_idle_connections_at_once_and_others_after_their_ans
     app = App()
     async with serving(app) as (server, port):
         idle_reader, idle_writer = await asyncio.open_connection("127.0.0.1", port)
-        busy_reader, busy_writer = await asyncio.open_connection("127.0.0.1", port)
-        busy_writer.write(REQUEST)
-        await until(lambda: app.num_running == 1 and len(server.state.connections) == 2)
+        busy_reader, busy_writer = await asked(app, port)
+        await until(lambda: len(server.state.connections) == 2)
         server.drain()
         assert await idle_reader.read() == b""
         with pytest.raises(ConnectionRefusedError):
@@ -115,9 +121,7 @@ async def test_draining_ends_idle_connections_at_once_and_others_after_their_ans
 async def test_requests_that_are_cancelled_can_still_answer() -> None:
     app = App()
     async with serving(app) as (server, port):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(REQUEST)
-        await until(lambda: app.num_running == 1)
+        reader, writer = await asked(app, port)
         await server.cancel_requests()
         assert not server.state.tasks
         assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")

@@ -1,6 +1,6 @@
 """Detects a hung process, such as an engine's: it lives, has work, and nothing progresses. Pure.
 
-A single step of an engine that is longer than the timeout is taken for a hang; on a CPU one prefill chunk was seen to
+A single step of an engine that is longer than the timeout counts as a hang; on a CPU one prefill chunk was seen to
 take 30 s.
 """
 

@@ -1,3 +1,5 @@
+"""Fixtures of the seam tests."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -13,6 +15,6 @@ from support.waiting import PATIENCE_S
 def without_wall_limits() -> Iterator[None]:
     """Let requests wait for starts and forks, however slow they are: CPU time alone limits them."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fork_process, "_SLOW_START_S", float(PATIENCE_S))
-        patched.setattr(lifecycle, "WALL_PER_CPU", float(PATIENCE_S))
+        patched.setattr(fork_process, "_SLOW_START_S", PATIENCE_S)
+        patched.setattr(lifecycle, "WALL_PER_CPU", PATIENCE_S)
         yield
