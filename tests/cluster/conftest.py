@@ -24,7 +24,7 @@ from kvferry.membership.base import WORKER_KINDS, MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.router.dispatch import Dispatcher
 from kvferry.worker.lifecycle import WorkerHost, build_engine
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 MODEL = "sim-model"
 
@@ -204,5 +204,5 @@ async def connect(cluster: SimCluster) -> socket.socket:
 
 @pytest_asyncio.fixture
 async def http(cluster: SimCluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as client:
         yield client

@@ -29,7 +29,7 @@ from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.membership.memory import MemoryMembership
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
 from .test_gateway_grpc import details_of, refused, stub_on
@@ -85,7 +85,9 @@ def certificates(tmp_path: Path) -> Certificates:
 
 @asynccontextmanager
 async def http_to(cluster: SimCluster, verify: ssl.SSLContext) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.url.replace("http:", "https:"), verify=verify, timeout=20) as http:
+    async with httpx.AsyncClient(
+        base_url=cluster.url.replace("http:", "https:"), verify=verify, timeout=PATIENCE_S
+    ) as http:
         yield http
 
 
@@ -184,7 +186,7 @@ async def test_two_tenants_never_share_pages_nor_see_each_others_requests(keys: 
     acme, beta = new_key(keys, "acme", "ci"), new_key(keys, "beta", "ci")
     async with (
         running(gateway={"keys_file": str(keys), "placement": "priced"}) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
         grpc_to(cluster) as channel,
     ):
         assert cluster.gateway is not None
@@ -260,7 +262,7 @@ async def test_whoever_shows_no_certificate_is_refused_and_probes_are_not(certif
 def why_refused(port: int, context: ssl.SSLContext) -> str:
     """What TLS tells a client that is refused. With TLS 1.3 it comes after the client's side of the handshake."""
     with (
-        socket.create_connection(("127.0.0.1", port), timeout=5) as plain,
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as connection,
         pytest.raises(ssl.SSLError) as refusal,
     ):
@@ -404,7 +406,7 @@ async def test_keys_appear_nowhere_in_clear(
                 await until(lambda: gateway._registration is not None, what="the gateway is registered")
                 url, address = f"http://127.0.0.1:{gateway.port}", f"127.0.0.1:{gateway.grpc.port}"
                 async with (
-                    httpx.AsyncClient(base_url=url, timeout=20) as http,
+                    httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
                     grpc.aio.insecure_channel(address) as channel,
                 ):
                     for shown, status in ((key, 200), (wrong, 401)):

@@ -12,7 +12,7 @@ from kvferry import config as configuration
 from kvferry.config import ClusterConfig
 from kvferry.link.protocol import FEATURES, Identity, ServedModel
 from kvferry.membership.base import MemberKind
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
 
@@ -27,7 +27,7 @@ def changed(cluster: SimCluster, **values: Any) -> ClusterConfig:
 
 
 async def ask(cluster: SimCluster, **values: Any) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         return await http.post("/v1/completions", json={**BODY, **values}, headers={"x-kvferry-debug": "1"})
 
 
@@ -144,7 +144,7 @@ async def test_a_model_change_never_answers_with_the_wrong_model() -> None:
 
         async def load(url: str, revision: str) -> int:
             num_answered = 0
-            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
                 while not ended.is_set():
                     answer = await http.post("/v1/completions", json=BODY, headers={"x-kvferry-debug": "1"})
                     assert answer.status_code == 200, answer.text

@@ -23,7 +23,7 @@ from kvferry.router.dispatch import prompt_only
 from kvferry.worker import lifecycle as worker_host
 from kvferry.worker.lifecycle import WorkerHost
 from support.tcp_relay import TcpRelay
-from support.waiting import until
+from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
 
@@ -33,7 +33,7 @@ NUM_PROMPT_TOKENS = 41  # with bos
 
 
 async def post(cluster: SimCluster, **values: Any) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         return await http.post("/v1/completions", json={**BODY, **values}, headers={"x-kvferry-debug": "1"})
 
 
@@ -299,7 +299,7 @@ def parse_events(raw: str) -> list[dict[str, Any]]:
 async def stream(cluster: SimCluster, **values: Any) -> AsyncIterator[str]:
     """Raw pieces of a streamed completion."""
     async with (
-        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
         http.stream("POST", "/v1/completions", json={**BODY, "stream": True, **values}) as answer,
     ):
         assert answer.status_code == 200
@@ -452,7 +452,7 @@ async def test_pages_that_no_decode_worker_takes_are_given_back(cluster: SimClus
     prefill.faults = Faults()
     await until(lambda: prefill.stats().num_generated_tokens == 1, what="the prompt is computed")
     asked.cancel()
-    await until(lambda: prefill.num_offers == 0, within_s=10, what="its pages are given back")
+    await until(lambda: prefill.num_offers == 0, within_s=SOON_S, what="its pages are given back")
 
 
 async def test_without_a_decode_worker_it_is_503(cluster: SimCluster) -> None:
@@ -474,7 +474,7 @@ async def test_eight_streams_while_the_prefill_engine_is_killed(cluster: SimClus
         assert answer.status_code == 200
         return parse_events(answer.text)
 
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         asked = [asyncio.create_task(stream(http, i)) for i in range(8)]
         await until(lambda: the(cluster, MemberKind.DECODE).stats().num_generated_tokens > 0, what="one was ferried")
         prefill.kill()

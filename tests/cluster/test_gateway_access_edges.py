@@ -15,6 +15,7 @@ from kvferry.gateway.access import Access
 from kvferry.gateway.key_file import new_key
 from kvferry.inference.v1 import inference_pb2 as pb
 from support.otlp_collector import Collector
+from support.waiting import PATIENCE_S
 
 from .conftest import MODEL, running
 from .test_access import bearer, grpc_to
@@ -28,7 +29,7 @@ async def test_metrics_of_all_tenants_are_an_operators(tmp_path: Path) -> None:
     tenant, operator = new_key(keys, "acme", "ci"), new_key(keys, "acme", "prometheus", operator=True)
     async with (
         running(gateway={"keys_file": str(keys)}) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         gateway = cluster.gateway
         assert gateway is not None
@@ -50,7 +51,7 @@ async def test_workers_are_named_to_operators_only(tmp_path: Path) -> None:
     operator = new_key(keys, "staff", "ci", operator=True)
     async with (
         running(gateway={"keys_file": str(keys)}) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         for headers, num_named in (({}, 0), (bearer("wrong"), 0), (bearer(key), 0), (bearer(operator), 2)):
             answer = await http.get("/readyz", headers=headers)
@@ -72,7 +73,7 @@ async def test_workers_are_named_to_operators_only(tmp_path: Path) -> None:
 async def test_a_page_elsewhere_reaches_no_gateway_without_keys(headers: dict[str, str], status: int) -> None:
     async with (
         running(gateway={"allowed_hosts": ["models.internal"]}) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         answer = await http.post("/v1/completions", content=json.dumps(BODY), headers=headers)
         assert answer.status_code == status, answer.text
@@ -85,7 +86,7 @@ async def test_a_gateway_with_keys_answers_to_any_name(tmp_path: Path) -> None:
     key = new_key(keys, "acme", "ci")
     async with (
         running(gateway={"keys_file": str(keys)}) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         headers = {**bearer(key), "host": "models.example"}
         assert (await http.post("/v1/completions", json=BODY, headers=headers)).status_code == 200
@@ -99,7 +100,7 @@ async def test_a_client_without_a_key_does_not_decide_what_is_traced(tmp_path: P
         tracing = {"endpoint": collector.endpoint, "sample_ratio": 0.0}
         async with (
             running(gateway={"keys_file": str(keys)}, tracing=tracing) as cluster,
-            httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+            httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
             grpc_to(cluster) as channel,
         ):
             refused_answer = await http.post("/v1/completions", json=BODY, headers=parent)

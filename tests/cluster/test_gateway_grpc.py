@@ -27,7 +27,7 @@ from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1 import inference_pb2_grpc
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
 
@@ -86,7 +86,7 @@ async def everything(chunks: Any) -> list[Any]:
 async def http_tokens(cluster: SimCluster, path: str, body: dict[str, Any]) -> tuple[str, list[str]]:
     """The text of a stream, and its tokens as its log-probabilities spell them."""
     body = {"model": MODEL, "temperature": 0, "max_tokens": 100, "ignore_eos": True, "stream": True, **body}
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         answer = await http.post(path, json=body)
     events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line and not line.endswith("[DONE]")]
     text, tokens = "", []
@@ -395,7 +395,7 @@ async def test_overload_counts_both_protocols_and_says_when_to_come_back() -> No
     async with (
         running(gateway={"max_requests": 2}, sim={"step_ms": 20.0}) as cluster,
         channel_to(cluster) as channel,
-        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         stub = stub_on(channel)
         stream = stub.GenerateStream(ENDLESS)

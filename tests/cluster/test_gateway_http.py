@@ -16,7 +16,7 @@ from kvferry.client import AsyncClient
 from kvferry.engine.base import EngineOutput, EngineRequest
 from kvferry.engine.sim import SimEngine
 from kvferry.membership.base import MemberKind
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
 
@@ -199,7 +199,7 @@ async def test_not_ready_is_503_with_retry_after() -> None:
 
 async def test_too_many_requests_are_429() -> None:
     async with running(gateway={"http_port": 0, "max_requests": 2}, sim={"step_ms": 50.0}) as cluster:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
             answers = await asyncio.gather(*(http.post("/v1/completions", json=COMPLETION) for _ in range(5)))
         assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429]
         refused = next(answer for answer in answers if answer.status_code == 429)

@@ -19,7 +19,7 @@ from kvferry.gateway.grpc_messages import MessageReads
 from kvferry.gateway.grpc_server import SERVICE
 from kvferry.gateway.key_file import new_key
 from kvferry.inference.v1 import inference_pb2 as pb
-from support.waiting import until
+from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
 from .test_access import Certificates, bearer, http_to
@@ -69,7 +69,7 @@ async def test_a_client_without_a_key_is_refused_before_its_message(tmp_path: Pa
     keys = tmp_path / "keys.yaml"
     key = new_key(keys, "acme", "ci")
     async with running(gateway={"keys_file": str(keys)}) as cluster, channel_to(cluster) as channel:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             error = await failure_of(silent(channel, method))
             assert error.code() is grpc.StatusCode.UNAUTHENTICATED
             both = (*bearer(key).items(), *bearer(f"{key}x").items())
@@ -105,7 +105,7 @@ async def test_calls_whose_messages_are_slow_make_room_for_others(monkeypatch: p
                 calls.append(silent(slow, "Generate"))
                 readers.append(asyncio.create_task(failure_of(calls[-1])))
                 await until(lambda n=number: reads._num_reads == n, what="it is read")  # type: ignore[misc]
-            answer = await stub_on(channel).Generate(generate(sampling=GREEDY), timeout=5)
+            answer = await stub_on(channel).Generate(generate(sampling=GREEDY), timeout=PATIENCE_S)
             assert answer.usage.completion_tokens == 8
             cut = await readers[0]
             assert cut.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -308,10 +308,10 @@ async def test_a_connection_carries_so_many_streams() -> None:
         third = asyncio.create_task(streams[2].read())
         async with own_channel_to(cluster) as other:
             # The third would have come before this one.
-            await stub_on(other).Generate(generate(sampling=GREEDY), timeout=5)
+            await stub_on(other).Generate(generate(sampling=GREEDY), timeout=PATIENCE_S)
         assert gateway.admission.num_choices == 2
         streams[0].cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             await third
         for stream in streams:
             stream.cancel()
@@ -320,11 +320,11 @@ async def test_a_connection_carries_so_many_streams() -> None:
 
 async def test_connections_are_limited() -> None:
     async with running(gateway={"max_connections": 1}) as cluster, channel_to(cluster) as channel:
-        await stub_on(channel).ListModels(pb.ListModelsRequest(), timeout=5)
+        await stub_on(channel).ListModels(pb.ListModelsRequest(), timeout=PATIENCE_S)
         async with own_channel_to(cluster) as other:
             error = await refused(stub_on(other).ListModels(pb.ListModelsRequest(), timeout=1))
             assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-        await stub_on(channel).ListModels(pb.ListModelsRequest(), timeout=5)
+        await stub_on(channel).ListModels(pb.ListModelsRequest(), timeout=PATIENCE_S)
 
 
 async def test_a_watcher_that_does_not_read_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,7 @@ async def test_a_watcher_that_does_not_read_delays_no_other(monkeypatch: pytest.
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(5):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(SOON_S):
             stub: Any = health_pb2_grpc.HealthStub(channel)
             watched = stub.Watch(health_pb2.HealthCheckRequest())
             assert (await watched.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -380,14 +380,14 @@ async def test_silent_calls_of_the_health_service_are_few_and_hold_nobody_up(mon
         calls = [silent_check() for _ in range(7)]
         await until(lambda: reads._num_reads + reads._num_waiting == 7, what="they wait")
         probe: Any = health_pb2_grpc.HealthStub(channel)
-        assert (await probe.Check(health_pb2.HealthCheckRequest(), timeout=5)).status
+        assert (await probe.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)).status
         calls += [silent_check() for _ in range(40)]
         readers = [asyncio.create_task(failure_of(call)) for call in calls]
         # Four are left, which are read while no other call waits.
         await until(lambda: sum(reader.done() for reader in readers) >= 43, what="the others are refused or cut")
         failures = {reader.result().code() for reader in readers if reader.done()}
         assert failures == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-        answer = await stub_on(channel).Generate(generate(sampling=GREEDY), timeout=5)
+        answer = await stub_on(channel).Generate(generate(sampling=GREEDY), timeout=PATIENCE_S)
         assert answer.usage.completion_tokens == 8
         for call in calls:
             call.cancel()
@@ -412,7 +412,7 @@ async def test_silent_health_calls_of_one_connection_hold_up_no_probe_of_another
         reads = health._check_reads if method == "Check" else health._watch_reads
         await until(lambda: reads._num_waiting == grpc_health._MAX_WAITING, what="the line is full")
         probe: Any = health_pb2_grpc.HealthStub(other)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             for _ in range(3):
                 await probe.Check(health_pb2.HealthCheckRequest())
                 watch = probe.Watch(health_pb2.HealthCheckRequest())
@@ -449,7 +449,7 @@ async def test_silent_calls_of_reflection_leave_room_for_others(monkeypatch: pyt
         readers = [asyncio.create_task(failure_of(call)) for call in calls]
         await until(lambda: sum(reader.done() for reader in readers) >= 36, what="all but those read are refused")
         assert {reader.result().code() for reader in readers if reader.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-        async with own_channel_to(cluster) as other, asyncio.timeout(5):
+        async with own_channel_to(cluster) as other, asyncio.timeout(SOON_S):
             await stub_on(other).Generate(generate(sampling=GREEDY))
             ask = reflection_pb2.ServerReflectionRequest(list_services="")
             stub: Any = reflection_pb2_grpc.ServerReflectionStub(other)
@@ -493,7 +493,7 @@ def test_a_handshake_that_begins_with_the_connection_ends(tmp_path: Path, loop: 
         certificates = Certificates(tmp_path)
         async with running(gateway={"tls": certificates.config()}) as cluster:
             assert cluster.gateway is not None
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(SOON_S):
                 reader, writer = await asyncio.open_connection(
                     "127.0.0.1", cluster.gateway.port, ssl=certificates.context(), server_hostname="localhost"
                 )
@@ -516,7 +516,7 @@ async def shake_no_hands(certificates: Certificates) -> None:
         with pytest.raises((ConnectionError, ssl.SSLError, asyncio.IncompleteReadError)):
             await asyncio.open_connection("127.0.0.1", gateway.port, ssl=context)
         for reader, writer in mute:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(SOON_S):
                 assert await reader.read() == b""
             writer.close()
         await until(lambda: limits.num_open == 0)
@@ -536,7 +536,7 @@ async def test_a_call_that_crosses_a_draining_gateways_goaway_is_cancelled_by_gr
     gateway = cluster.gateway
     assert gateway is not None
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.grpc.port)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0))
         assert (await read_frame(reader))[0] == SETTINGS
         await gateway.drain()

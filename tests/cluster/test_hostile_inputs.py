@@ -35,6 +35,7 @@ from support.hostile_inputs import (
     Call,
     Request,
 )
+from support.waiting import PATIENCE_S, SOON_S
 
 # Of the gateway process. Measured: 77 MiB at rest, 107 MiB at most, with all cases side by side.
 MAX_RSS_BYTES = 256 << 20
@@ -91,7 +92,7 @@ async def gateway_process(folder: Path) -> AsyncIterator[Gateway]:
 
 async def neighbours_text(gateway: Gateway, http: httpx.AsyncClient) -> str:
     text, is_whole = "", False
-    async with http.stream("POST", f"{gateway.url}/v1/completions", json=NEIGHBOUR, timeout=120) as answer:
+    async with http.stream("POST", f"{gateway.url}/v1/completions", json=NEIGHBOUR, timeout=PATIENCE_S) as answer:
         assert answer.status_code == 200
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
@@ -310,7 +311,7 @@ async def test_a_gateway_answers_each_hostile_input_and_others_do_not_notice(tmp
         async def all_ended() -> bool:
             return not any((await gateway.in_flight(http)).values())
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SOON_S):
             while not await all_ended():  # noqa: ASYNC110  another process's
                 await asyncio.sleep(0.05)
         assert len(await gateway.in_flight(http)) == 5

@@ -17,7 +17,7 @@ from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.gateway.openai_bodies import MAX_CHOICES
 from kvferry.gateway.openai_responses import encode
 from kvferry.membership.base import MemberKind
-from support.waiting import until
+from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
 
@@ -56,7 +56,7 @@ async def test_a_client_that_never_reads_does_not_keep_its_place(monkeypatch: py
     async with running(gateway={"http_port": 0, "request_timeout_s": 0.5}) as cluster:
         assert cluster.gateway is not None
         app, client = cluster.gateway.app, Client(BODY, reads=3)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             await app(client.scope(), client.receive, client.send)
         assert cluster.gateway.admission.num_in_flight == 0
         await cluster.until_quiet()
@@ -71,7 +71,7 @@ async def test_a_client_that_leaves_while_it_does_not_read(cluster: SimCluster, 
     gc.disable()  # what the client left is released by whoever held it, not found later
     try:
         client.left.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             await serving
         await cluster.until_quiet()
     finally:
@@ -87,7 +87,7 @@ async def test_a_gateway_stops_though_a_client_does_not_read(cluster: SimCluster
     reader._transport.pause_reading()  # type: ignore[attr-defined]
     writer.write(head + body)
     await until(lambda: gateway.admission.num_in_flight == 1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         await gateway.stop()
     assert not gateway._server.state.tasks
     assert gateway.admission.num_in_flight == 0
@@ -98,7 +98,7 @@ async def test_a_gateway_stops_though_a_client_does_not_read(cluster: SimCluster
 async def test_a_request_the_engine_aborts_ends_in_an_error_event(cluster: SimCluster, n: int) -> None:
     (decode,) = cluster.engines(MemberKind.DECODE)
     async with (
-        httpx.AsyncClient(base_url=cluster.url, timeout=10) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
         http.stream("POST", "/v1/completions", json={**BODY, "n": n}) as answer,
     ):
         pieces = answer.aiter_text()
@@ -126,7 +126,7 @@ async def test_a_failure_inside_the_gateway_mid_stream_ends_in_an_error_event(
         return encode(text)
 
     monkeypatch.setattr(openai_endpoint, "encode", failing)
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=10) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         answer = await http.post("/v1/completions", json=BODY)
     *_, error, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert done == "[DONE]"
@@ -180,7 +180,7 @@ async def test_an_upgrade_to_a_web_socket_is_not_taken(cluster: SimCluster, capl
         "sec-websocket-version": "13",
         "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
     }
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=10) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         answer = await http.get("/v1/models", headers=headers)
     assert answer.status_code == 200
     assert "Traceback" not in caplog.text
@@ -215,7 +215,7 @@ async def test_a_gateway_that_stops_at_once_ends_its_requests_quietly(caplog: py
             clients[-1][1].write(head + b"content-length: %d\r\n\r\n" % len(raw) + raw)
         trickling = await trickled(gateway, 4096, 100)
         assert (await clients[0][0].readline()).startswith(b"HTTP/1.1 200")
-        await until(lambda: gateway.admission.num_in_flight == 3, within_s=5)
+        await until(lambda: gateway.admission.num_in_flight == 3, within_s=SOON_S)
         await gateway.stop()
         assert gateway.admission.num_in_flight == 0
         refused = await clients[1][0].read()
@@ -236,7 +236,7 @@ async def trickled(gateway: GatewayHost, size: int, sent: int) -> asyncio.Stream
 
 async def test_bodies_on_their_way_take_no_places_but_their_bytes() -> None:
     limits = {"max_requests": 1, "max_body_bytes": 4096, "max_pending_body_bytes": 8192}
-    async with running(gateway=limits) as cluster, httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+    async with running(gateway=limits) as cluster, httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         gateway = cluster.gateway
         assert gateway is not None
         body = {"model": MODEL, "prompt": "one two", "max_tokens": 2}
@@ -256,7 +256,7 @@ async def test_bodies_on_their_way_take_no_places_but_their_bytes() -> None:
 
 async def test_bodies_that_do_not_end_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"max_body_bytes": 4096, "max_pending_body_bytes": 8192}
-    async with running(gateway=limits) as cluster, httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+    async with running(gateway=limits) as cluster, httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         gateway = cluster.gateway
         assert gateway is not None
         body = {"model": MODEL, "prompt": "one two", "max_tokens": 2, "user": "x" * 1000}
@@ -279,7 +279,7 @@ async def test_bytes_of_a_body_are_free_once_its_prompt_is_rendered() -> None:
     padded = {**BODY, "user": "y" * 3000}
     async with (
         running(gateway=limits, sim={"step_ms": 20.0}) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         assert cluster.gateway is not None
         async with http.stream("POST", "/v1/completions", json=padded) as answer:
@@ -297,7 +297,7 @@ async def test_bytes_of_a_body_are_free_once_its_prompt_is_rendered() -> None:
 async def test_places_are_choices() -> None:
     async with (
         running(gateway={"max_requests": 4}, sim={"step_ms": 20.0}) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         async with http.stream("POST", "/v1/completions", json={**BODY, "n": 3}) as answer:
             await anext(answer.aiter_bytes())
@@ -315,7 +315,7 @@ async def test_prompt_tokens_in_flight_are_limited() -> None:
     limits = {"max_prompt_tokens": 8192}
     async with (
         running(gateway=limits, sim={"step_ms": 20.0}) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         long = {**BODY, "prompt": [7] * 5000, "max_tokens": 500}
         async with http.stream("POST", "/v1/completions", json=long) as answer:

@@ -14,7 +14,7 @@ import pytest
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import ChatImage, RenderedPrompt
 from kvferry.engine.sim import SimRenderer
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
 from .test_access import bearer
@@ -65,7 +65,7 @@ async def with_images(
 
         gateway = await cluster.add_gateway(make)
         await until(lambda: gateway.readiness().ready)
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
             yield cluster, renderer, http
 
 

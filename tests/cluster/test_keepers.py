@@ -16,8 +16,9 @@ import httpx
 import pytest
 
 from kvferry.local.ray_process import ray_environment
-from support.local_machine import Machine, a_machine, assert_nothing_left, listening_ports, wait_until
+from support.local_machine import Machine, a_machine, assert_nothing_left, listening_ports
 from support.tier_chunks import chunk_files
+from support.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.cluster]
 
@@ -38,20 +39,20 @@ def up(machine: Machine, volume: Path, *more: str) -> None:
 
 
 def members(machine: Machine, kind: str) -> list[Mapping[str, Any]]:
-    seen = machine.run("status", "--json", timeout_s=60)
+    seen = machine.run("status", "--json")
     return [member for member in json.loads(seen.stdout)["members"] if member["kind"] == kind]
 
 
 def ask(machine: Machine, prompt: str = PROMPT) -> str:
     body = {"model": "SmolLM2-135M-Instruct", "prompt": prompt, "max_tokens": 4, "temperature": 0}
-    answer = httpx.post(f"{machine.url}/v1/completions", json=body, timeout=60, trust_env=False)
+    answer = httpx.post(f"{machine.url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
     return text
 
 
 def reading(machine: Machine, metric: str, label: str = "") -> float:
-    lines = httpx.get(f"{machine.url}/metrics", timeout=10, trust_env=False).text.splitlines()
+    lines = httpx.get(f"{machine.url}/metrics", timeout=PATIENCE_S, trust_env=False).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{metric}{{") and label in line)
 
 
@@ -65,13 +66,12 @@ def test_pages_outlive_a_cluster_and_its_keeper_does_not(machine: Machine, tmp_p
     (keeper,) = members(machine, "keeper")
     assert len(members(machine, "prefill")) == len(members(machine, "decode")) == 1
     text = ask(machine)
-    wait_until(lambda: len(chunk_files(volume)) >= 6, timeout_s=30, what="pages on the volume")
+    wait_until(lambda: len(chunk_files(volume)) >= 6, what="pages on the volume")
 
     # Killed, it is started anew by Ray, registered, and found by the engines.
     os.kill(keeper["pid"], signal.SIGKILL)
     wait_until(
         lambda: any(each["pid"] != keeper["pid"] for each in members(machine, "keeper")),
-        timeout_s=60,
         what="another keeper",
     )
     assert ask(machine) == text
@@ -85,11 +85,9 @@ def test_pages_outlive_a_cluster_and_its_keeper_does_not(machine: Machine, tmp_p
 
     up(machine, volume)
     # A gateway is ready before it has heard of a keeper, and computes until then.
-    wait_until(
-        lambda: reading(machine, "kvferry_volume_pages") >= 6, timeout_s=60, what="chunks that the gateway knows"
-    )
+    wait_until(lambda: reading(machine, "kvferry_volume_pages") >= 6, what="chunks that the gateway knows")
     assert ask(machine) == text
-    wait_until(lambda: cached_tokens(machine, "volume") >= 192, timeout_s=30, what="tokens from the volume")
+    wait_until(lambda: cached_tokens(machine, "volume") >= 192, what="tokens from the volume")
 
 
 def test_a_keeper_changes_and_ends_with_the_application(machine: Machine, tmp_path: Path) -> None:
@@ -102,7 +100,7 @@ def test_a_keeper_changes_and_ends_with_the_application(machine: Machine, tmp_pa
             [sys.executable, *arguments],
             env=ray_environment(machine.folder),
             check=True,
-            timeout=200,
+            timeout=PATIENCE_S,
             capture_output=True,
         )
 
@@ -113,8 +111,8 @@ def test_a_keeper_changes_and_ends_with_the_application(machine: Machine, tmp_pa
     (tmp_path / "changed.yaml").write_text(changed)
     deploy = ("--config", str(tmp_path / "changed.yaml"), "--model-folder", "default", "--ray-address", address)
     run_python("-m", "kvferry.app", "deploy", *deploy)
-    wait_until(lambda: not alive(keeper["pid"]), timeout_s=120, what="the end of the first keeper")
-    wait_until(lambda: len(members(machine, "keeper")) == 1, timeout_s=60, what="another keeper")
+    wait_until(lambda: not alive(keeper["pid"]), what="the end of the first keeper")
+    wait_until(lambda: len(members(machine, "keeper")) == 1, what="another keeper")
     (keeper,) = members(machine, "keeper")
     assert alive(keeper["pid"])
 
@@ -123,7 +121,7 @@ def test_a_keeper_changes_and_ends_with_the_application(machine: Machine, tmp_pa
         "serve.delete('kvferry')"
     )
     run_python("-c", delete, address)
-    wait_until(lambda: not alive(keeper["pid"]), timeout_s=120, what="the end of the keeper")
+    wait_until(lambda: not alive(keeper["pid"]), what="the end of the keeper")
     assert members(machine, "keeper") == []
 
 
@@ -151,6 +149,6 @@ def test_a_volume_that_cannot_be_used_is_named_and_the_other_is_used(machine: Ma
     assert started.returncode == 0, started.stdout + started.stderr
     fault = f"does not use volume {bad}: {bad}/layouts: Not a directory"
     assert fault in started.stderr
-    assert fault in machine.run("status", timeout_s=60).stderr
+    assert fault in machine.run("status").stderr
     ask(machine)
-    wait_until(lambda: bool(chunk_files(good)), timeout_s=30, what="pages on the other volume")
+    wait_until(lambda: bool(chunk_files(good)), what="pages on the other volume")

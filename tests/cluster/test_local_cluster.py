@@ -27,16 +27,15 @@ from kvferry.gateway.key_file import new_key
 from kvferry.local.gateway_access import KEY_VARIABLE
 from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
 from support.local_machine import (
-    DOWN_TIMEOUT_S,
     Machine,
     a_machine,
     assert_nothing_left,
     kill_everything,
     listening_ports,
     shm_files,
-    wait_until,
 )
 from support.otlp_collector import Collector
+from support.waiting import PATIENCE_S, wait_until
 
 MODEL = "SmolLM2-135M-Instruct"  # the default's name, with the twin too
 
@@ -71,12 +70,12 @@ def status_of_all(machine: Machine) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     def lists_all() -> bool:
-        shown = machine.run("status", "--json", timeout_s=60)
+        shown = machine.run("status", "--json")
         assert shown.returncode == 0, shown
         seen.update(json.loads(shown.stdout))
         return [member["kind"] for member in seen["members"]] == ["prefill", "decode", "gateway"]
 
-    wait_until(lists_all, timeout_s=60, what="all members are listed")
+    wait_until(lists_all, what="all members are listed")
     return seen
 
 
@@ -100,7 +99,7 @@ def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, k
     # So does gRPC where it says.
     (target,) = re.findall(r"gRPC at (127\.0\.0\.1:\d+)", up.stdout)
     with Client(target, api_key=key) as client:
-        assert client.generate("What does a ferry do?", max_tokens=4, timeout_s=60).usage.completion_tokens > 0
+        assert client.generate("What does a ferry do?", max_tokens=4, timeout_s=PATIENCE_S).usage.completion_tokens > 0
 
     # Its processes know each other by certificates of this start.
     record = machine.folder.record()
@@ -108,15 +107,13 @@ def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, k
     assert record.config["worker"]["tls"]["cert_file"] == str(machine.folder.tls / "tls.crt")
     member = status_of_all(machine)["members"][0]
     with grpc.insecure_channel(member["address"]) as channel, pytest.raises(grpc.RpcError):
-        channel.unary_unary("/kvferry.wire.v1.Worker/Describe")(b"", timeout=5)
+        channel.unary_unary("/kvferry.wire.v1.Worker/Describe")(b"", timeout=PATIENCE_S)
 
     # Three processes had a part in it, and one tree tells which.
     trace_id = trace_of(machine, key)
     # What ends last in each process.
     last = {"worker prefill", "worker decode", f"text_completion {MODEL}"}
-    wait_until(
-        lambda: last <= {span.name for span in collector.spans(trace_id)}, timeout_s=30, what="the whole trace arrived"
-    )
+    wait_until(lambda: last <= {span.name for span in collector.spans(trace_id)}, what="the whole trace arrived")
     root = collector.tree(trace_id)
     assert {span.service for span in root.all()} == {"kvferry-gateway", "kvferry-prefill", "kvferry-decode"}
     kv_transfer = root.find("decode", "worker decode", "ferry")
@@ -154,7 +151,7 @@ def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, k
         seen = httpx.get(f"http://{target['targets'][0]}/metrics").text
         assert names.get(target["labels"]["kind"], "kvferry_ferry_bytes_total") in seen
 
-    shown = machine.run("status", timeout_s=60)
+    shown = machine.run("status")
     assert shown.returncode == 0, shown
     for member in status["members"]:
         assert member["member_id"] in shown.stdout, shown
@@ -162,17 +159,17 @@ def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, k
 
     # Why a request went where it went.
     answer_id = json.loads(answer.stdout)["id"]
-    told = machine.run("explain", answer_id, "--json", timeout_s=60)
+    told = machine.run("explain", answer_id, "--json")
     assert told.returncode == 0, told
     (explained,) = json.loads(told.stdout)
     (choice,) = explained["choices"]
     assert (choice["decode"], choice["reason"]) == (decode["member_id"], explained["reason"])
     assert choice["price"]["total_ms"] > 0
-    table = machine.run("explain", answer_id, timeout_s=60)
+    table = machine.run("explain", answer_id)
     assert table.returncode == 0, table
     for said in (decode["member_id"], choice["reason"], "chosen", "total"):
         assert said in table.stdout, table
-    unknown = machine.run("explain", "cmpl-unknown", timeout_s=60)
+    unknown = machine.run("explain", "cmpl-unknown")
     assert unknown.returncode == 1
     assert "no gateway remembers the request 'cmpl-unknown'" in unknown.stderr
 
@@ -205,7 +202,7 @@ def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, k
     assert not held & shm_files()
 
     assert "nothing was running" in machine.down().stdout
-    missing = machine.run("status", timeout_s=60)
+    missing = machine.run("status")
     assert missing.returncode == 1
     assert "no cluster runs here" in missing.stderr
 
@@ -223,13 +220,13 @@ def test_an_interrupted_start_leaves_nothing(machine: Machine, moment: str, numb
     up = machine.start(*machine.up_arguments)
     try:
         log = machine.folder.logs / f"{moment}.log"
-        wait_until(lambda: log.exists() or up.poll() is not None, timeout_s=240, what=f"{moment} being started")
+        wait_until(lambda: log.exists() or up.poll() is not None, what=f"{moment} being started")
         assert up.poll() is None
         processes = machine.processes()
         up.send_signal(number)
         # Impatience changes nothing.
         up.send_signal(number)
-        _, err = up.communicate(timeout=DOWN_TIMEOUT_S)
+        _, err = up.communicate(timeout=PATIENCE_S)
     finally:
         if up.poll() is None:
             up.kill()
@@ -243,13 +240,13 @@ def test_an_interrupted_start_leaves_nothing(machine: Machine, moment: str, numb
 def test_down_interrupts_a_start(machine: Machine) -> None:
     up = machine.start(*machine.up_arguments)
     try:
-        wait_until(lambda: (machine.folder.logs / "ray.log").exists(), timeout_s=120, what="Ray being started")
+        wait_until(lambda: (machine.folder.logs / "ray.log").exists(), what="Ray being started")
         processes = machine.processes()
         busy = machine.up()
         assert busy.returncode == 1
         assert f"process {up.pid}" in busy.stderr
         assert machine.down().returncode == 0
-        assert up.wait(DOWN_TIMEOUT_S) == 130
+        assert up.wait(PATIENCE_S) == 130
     finally:
         if up.poll() is None:
             up.kill()
@@ -267,7 +264,7 @@ def test_after_a_kill_of_everything_down_cleans_and_up_starts_anew(machine: Mach
     try:
         write_record(machine.folder.path, "worker-x", [SharedMemoryFile(leaked.stat().st_ino, leaked.name)])
         kill_everything(machine)
-        status = machine.run("status", timeout_s=60)
+        status = machine.run("status")
         assert status.returncode == 1
         assert "has died" in status.stderr
         assert machine.folder.record() is not None
@@ -339,13 +336,13 @@ def test_a_part_that_dies_ends_the_start_with_the_end_of_its_log(machine: Machin
     up = machine.start(*machine.up_arguments)
     try:
         deploying = machine.folder.logs / "deploy.log"
-        wait_until(lambda: deploying.exists() or up.poll() is not None, timeout_s=120, what="the application submitted")
+        wait_until(lambda: deploying.exists() or up.poll() is not None, what="the application submitted")
         record = machine.folder.record()
         assert record is not None
         began = time.monotonic()
         for pillar in record.pillars:
             pillar.send(signal.SIGKILL)
-        out, err = up.communicate(timeout=DOWN_TIMEOUT_S)
+        out, err = up.communicate(timeout=PATIENCE_S)
     finally:
         if up.poll() is None:
             up.kill()
@@ -388,36 +385,36 @@ def test_pools_start_with_the_rest_and_are_named(machine: Machine) -> None:
 
     def lists_all() -> bool:
         members.clear()
-        for member in json.loads(machine.run("status", "--json", timeout_s=60).stdout)["members"]:
+        for member in json.loads(machine.run("status", "--json").stdout)["members"]:
             members.setdefault(member["pool"], []).append(member["kind"])
         return members == {"": ["prefill", "decode", "gateway"], "finance": ["prefill", "decode"]}
 
-    wait_until(lists_all, timeout_s=60, what=f"all members are listed: {members}")
-    assert "decode of pool finance" in machine.run("status", timeout_s=60).stdout
-    made = machine.run("tenant", "create", "bank", "--pool", "finance", "--key", "ci", timeout_s=60)
+    wait_until(lists_all, what=f"all members are listed: {members}")
+    assert "decode of pool finance" in machine.run("status").stdout
+    made = machine.run("tenant", "create", "bank", "--pool", "finance", "--key", "ci")
     assert (made.returncode, "503" in made.stderr) == (0, False), "its gateway knows the pool"
     body = {"model": MODEL, "prompt": "one two three four five six", "max_tokens": 8}
     headers = {"x-kvferry-debug": "disaggregate", "authorization": f"Bearer {made.stdout.strip()}"}
     answers: list[httpx.Response] = []
 
     def is_known() -> bool:
-        answers.append(httpx.post(f"{machine.url}/v1/completions", json=body, headers=headers, timeout=60))
+        answers.append(httpx.post(f"{machine.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S))
         return answers[-1].status_code != 401
 
-    wait_until(is_known, timeout_s=30, what="the gateway knows the new key")  # it follows records of etcd
+    wait_until(is_known, what="the gateway knows the new key")  # it follows records of etcd
     answer = answers[-1]
     assert answer.status_code == 200, answer.text
     record = answer.json()["kvferry"]
     assert record["pool"] == "finance"
     assert record["prefill_worker"].startswith("prefill-finance-")
     assert record["decode_worker"].startswith("decode-finance-")
-    assert machine.run("tenant", "set", "bank", "--pool", "empty", timeout_s=60).returncode == 0
+    assert machine.run("tenant", "set", "bank", "--pool", "empty").returncode == 0
 
     def is_refused() -> bool:
-        refused = httpx.post(f"{machine.url}/v1/completions", json=body, headers=headers, timeout=60)
+        refused = httpx.post(f"{machine.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
         return refused.status_code == 503 and "no decode worker of pool 'empty' is connected" in refused.text
 
-    wait_until(is_refused, timeout_s=30, what="the pool without workers is named")
+    wait_until(is_refused, what="the pool without workers is named")
 
 
 def entry(name: str, revision: str, **model: Any) -> dict[str, Any]:
@@ -454,7 +451,7 @@ class Load:
             client.join()
 
     def _ask(self, name: str, number: int) -> None:
-        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as http:
+        with httpx.Client(base_url=self._url, timeout=PATIENCE_S, trust_env=False) as http:
             for i in itertools.count(number):
                 if self._is_over.is_set():
                     return
@@ -476,7 +473,7 @@ class Load:
 
     def until_answers_of(self, model: str) -> None:
         goal = self.answers[model] + 20
-        wait_until(lambda: self.answers[model] >= goal, timeout_s=120, what=f"more answers of {model}")
+        wait_until(lambda: self.answers[model] >= goal, what=f"more answers of {model}")
 
     def check(self) -> None:
         assert self.faults == []
@@ -497,16 +494,16 @@ def test_a_model_is_replaced_while_another_serves(machine: Machine, tmp_path: Pa
         return machine.up("--no-ask", "--config", str(file))
 
     def members(pool: str) -> dict[str, int]:
-        shown = json.loads(machine.run("status", "--json", timeout_s=60).stdout)["members"]
+        shown = json.loads(machine.run("status", "--json").stdout)["members"]
         return {member["member_id"]: member["pid"] for member in shown if member["pool"] == pool}
 
     alpha, beta, new = entry("alpha", "1", served_name="chat"), entry("beta", "b1"), entry("alpha-2", "2")
     started = up(alpha, beta)
     assert started.returncode == 0, started.stdout + started.stderr
     assert "kvferry serves chat, beta at" in started.stdout
-    wait_until(lambda: len(members("beta")) == len(members("alpha")) == 2, timeout_s=60, what="all are listed")
+    wait_until(lambda: len(members("beta")) == len(members("alpha")) == 2, what="all are listed")
     of_beta, gateway = members("beta"), members("")
-    assert "decode of model beta" in machine.run("status", timeout_s=60).stdout
+    assert "decode of model beta" in machine.run("status").stdout
     with Load(machine) as load:
         load.until_answers_of("alpha")
         refused = up(alpha, beta, new, gateway={"queue_timeout_s": 5})
@@ -522,7 +519,7 @@ def test_a_model_is_replaced_while_another_serves(machine: Machine, tmp_path: Pa
         heir = entry("alpha-2", "2", aliases=["chat"])
         last = up(heir, beta)
         assert last.returncode == 0, last.stdout + last.stderr
-        wait_until(lambda: not members("alpha"), timeout_s=90, what="the old model's workers end")
+        wait_until(lambda: not members("alpha"), what="the old model's workers end")
         before = load.answers["alpha"]
         load.until_answers_of("alpha-2")
         load.until_answers_of("beta")

@@ -15,7 +15,7 @@ from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
 from kvferry.worker.lifecycle import WorkerHost
 from kvferry.worker.server import WorkerServer
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
 
@@ -39,7 +39,7 @@ class Clock:
 
 
 async def ask(cluster: SimCluster, **values: Any) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         return await http.post("/v1/completions", json={**BODY, **values}, headers={"x-kvferry-debug": "1"})
 
 
@@ -55,7 +55,7 @@ async def streaming(cluster: SimCluster, num_tokens: int) -> AsyncIterator[Async
     """A stream that has begun. Its remaining text, to be read to the end."""
     body = {**BODY, "max_tokens": num_tokens, "stream": True}
     async with (
-        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
         http.stream("POST", "/v1/completions", json=body) as answer,
     ):
         assert answer.status_code == 200

@@ -12,7 +12,7 @@ import pytest
 from kvferry.client import AsyncClient, CallFailed
 from kvferry.engine.sim import Faults
 from kvferry.membership.base import MemberKind
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
 
@@ -25,7 +25,7 @@ def prompt(number: int) -> str:
 
 
 async def post(cluster: SimCluster, number: int, **values: Any) -> httpx.Response:
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         return await http.post(
             "/v1/completions", json={**BODY, "prompt": prompt(number), **values}, headers={"x-kvferry-debug": "1"}
         )

@@ -19,7 +19,7 @@ from kvferry.gateway.lifecycle import build_renderer
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
 from kvferry.worker import lifecycle
-from support.waiting import until, wait_until
+from support.waiting import PATIENCE_S, SOON_S, until, wait_until
 
 from .conftest import MODEL, SimCluster, running
 
@@ -80,7 +80,7 @@ async def ask(http: httpx.AsyncClient, prompt: str, **values: Any) -> httpx.Resp
 
 @asynccontextmanager
 async def client_of(cluster: SimCluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         yield http
 
 
@@ -244,7 +244,7 @@ async def test_an_engine_that_hangs_is_noticed_while_requests_keep_coming(looks:
         hang(cluster.engines(MemberKind.DECODE)[0])
         async with client_of(cluster) as http:
             asked = []
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(SOON_S):
                 while not host.server.died.is_set():
                     asked.append(asyncio.create_task(ask(http, f"number {len(asked)}")))
                     num_looks = len(looks)

@@ -16,7 +16,7 @@ from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.link.protocol import FEATURES, POOLS, Identity
 from kvferry.membership.base import MemberKind
 from kvferry.membership.tenant_admin import TenantAdmin
-from support.waiting import until
+from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
 from .test_access import BODY, bearer, grpc_to
@@ -37,7 +37,7 @@ async def key_of(cluster: SimCluster, name: str, pool: str = "") -> str:
 
 def client(cluster: SimCluster, gateway: GatewayHost | None = None) -> httpx.AsyncClient:
     url = cluster.url if gateway is None else f"http://127.0.0.1:{gateway.port}"
-    return httpx.AsyncClient(base_url=url, timeout=20)
+    return httpx.AsyncClient(base_url=url, timeout=PATIENCE_S)
 
 
 async def ask(http: httpx.AsyncClient, key: str = "", **values: Any) -> httpx.Response:
@@ -57,7 +57,7 @@ def members(cluster: SimCluster, pool: str) -> set[str]:
 
 async def settled(http: httpx.AsyncClient, key: str, status: int = 200) -> httpx.Response:
     """Ask until the gateway has read what was written about the tenant."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(SOON_S):
         while (answer := await ask(http, key)).status_code != status:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return answer

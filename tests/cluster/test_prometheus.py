@@ -20,7 +20,7 @@ from kvferry.membership.memory import MemoryMembership
 from kvferry.telemetry import CATALOGUE, IDENTITY, Kind, Metric
 from kvferry.worker.lifecycle import WorkerHost, build_engine
 from support.prometheus_server import NoPrometheus, PrometheusServer, find_prometheus
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster
 from .test_access import bearer
@@ -151,7 +151,7 @@ async def test_prometheus_sees_every_documented_metric(
         assert (told[metric.name]["type"], told[metric.name]["help"]) == (metric.kind.value, metric.help)
 
     # Under load.
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=60, headers=bearer(operator_key)) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S, headers=bearer(operator_key)) as http:
 
         async def ask(i: int) -> None:
             prompt = " ".join(f"word{i}-{j}" for j in range(40 + i))
@@ -196,7 +196,7 @@ async def test_prometheus_sees_every_documented_metric(
 
 
 async def test_discovery_survives_the_registry(cluster: SimCluster, operator_key: str) -> None:
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=20, headers=bearer(operator_key)) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S, headers=bearer(operator_key)) as http:
         before = (await http.get("/kvferry/v1/targets")).json()
         assert len(before) == 4
         assert all(target["labels"]["__scheme__"] == "http" for target in before)

@@ -26,8 +26,8 @@ from support.local_machine import (
     kill_everything,
     listening_ports,
     shm_files,
-    wait_until,
 )
+from support.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.cluster]
 
@@ -48,7 +48,7 @@ def machine() -> Iterator[Machine]:
 
 def members(machine: Machine, kind: str) -> dict[str, dict[str, Any]]:
     """id -> member."""
-    status = json.loads(machine.run("status", "--json", timeout_s=60).stdout)
+    status = json.loads(machine.run("status", "--json").stdout)
     return {member["member_id"]: member for member in status["members"] if member["kind"] == kind}
 
 
@@ -72,14 +72,16 @@ async def busy_workers(gateway: httpx.AsyncClient) -> set[str]:
 
 
 def num_accepted_drafts(member: dict[str, Any]) -> float:
-    families = text_string_to_metric_families(httpx.get(f"http://{member['metrics_address']}/metrics", timeout=60).text)
+    families = text_string_to_metric_families(
+        httpx.get(f"http://{member['metrics_address']}/metrics", timeout=PATIENCE_S).text
+    )
     (accepted,) = (family for family in families if family.name == "vllm:spec_decode_num_accepted_tokens")
     return sum(sample.value for sample in accepted.samples if sample.name.endswith("_total"))
 
 
 def complete(machine: Machine, prompt: str, **more: Any) -> dict[str, Any]:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0, **more}
-    answer = httpx.post(f"{machine.url}/v1/completions", json=body, headers=DEBUG, timeout=300)
+    answer = httpx.post(f"{machine.url}/v1/completions", json=body, headers=DEBUG, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
     parsed: dict[str, Any] = answer.json()
     return parsed
@@ -104,7 +106,7 @@ def test_a_clients_salt_keeps_its_pages_apart(machine: Machine) -> None:
 
     for salt in ({}, {"cache_salt": "one"}, {"cache_salt": "two"}):
         assert num_cached(**salt) == 0, "pages of another salt"
-        wait_until(lambda salt=salt: num_cached(**salt) >= 32, timeout_s=60, what="pages of the same salt are found")
+        wait_until(lambda salt=salt: num_cached(**salt) >= 32, what="pages of the same salt are found")
 
 
 def listening_off_loopback(machine: Machine) -> dict[int, str]:
@@ -113,7 +115,7 @@ def listening_off_loopback(machine: Machine) -> dict[int, str]:
 
 
 async def test_the_openai_client_unmodified(machine: Machine) -> None:
-    async with AsyncOpenAI(base_url=f"{machine.url}/v1", api_key="none", timeout=300) as client:
+    async with AsyncOpenAI(base_url=f"{machine.url}/v1", api_key="none", timeout=PATIENCE_S) as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
         messages: Any = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
         chat = await client.chat.completions.create(
@@ -210,7 +212,7 @@ async def test_the_openai_client_unmodified(machine: Machine) -> None:
     ],
 )
 def test_bad_input(machine: Machine, path: str, body: dict[str, Any], status: int, says: list[str]) -> None:
-    answer = httpx.post(f"{machine.url}/v1/{path}", json=body, timeout=120)
+    answer = httpx.post(f"{machine.url}/v1/{path}", json=body, timeout=PATIENCE_S)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -221,8 +223,8 @@ def test_bad_input(machine: Machine, path: str, body: dict[str, Any], status: in
 
 def test_malformed_json_and_a_body_over_the_limit(machine: Machine) -> None:
     url = f"{machine.url}/v1/completions"
-    assert httpx.post(url, content=b'{"model":', timeout=60).status_code == 400
-    assert httpx.post(url, content=b"x" * (9 << 20), timeout=60).status_code == 413
+    assert httpx.post(url, content=b'{"model":', timeout=PATIENCE_S).status_code == 400
+    assert httpx.post(url, content=b"x" * (9 << 20), timeout=PATIENCE_S).status_code == 413
 
 
 def chained_schema(length: int) -> dict[str, Any]:
@@ -262,7 +264,7 @@ async def test_harmful_bodies_are_refused_beside_streams_that_go_on(machine: Mac
     before = processes(machine)
     prompts = [f"Stream {i} of eight that nothing may disturb tells of" for i in range(8)]
     asked = {"model": MODEL, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=machine.url, timeout=300) as http:
+    async with httpx.AsyncClient(base_url=machine.url, timeout=PATIENCE_S) as http:
 
         async def texts() -> list[str]:
             answers = await asyncio.gather(
@@ -301,7 +303,7 @@ async def test_a_decode_engine_killed_mid_stream_changes_nothing_for_the_client(
     events: list[dict[str, Any]] = []
     killed = ""
     async with (
-        httpx.AsyncClient(base_url=machine.url, timeout=300) as http,
+        httpx.AsyncClient(base_url=machine.url, timeout=PATIENCE_S) as http,
         http.stream("POST", "/v1/completions", json=body, headers=DEBUG) as answer,
     ):
         assert answer.status_code == 200
@@ -328,7 +330,7 @@ async def test_a_decode_engine_killed_mid_stream_changes_nothing_for_the_client(
     def replaced() -> bool:
         return len(members(machine, "decode").keys() - {killed}) == 2
 
-    await asyncio.to_thread(wait_until, replaced, timeout_s=300, what="a new decode worker")
+    await asyncio.to_thread(wait_until, replaced, what="a new decode worker")
 
 
 async def test_a_killed_prefill_engine_costs_no_request_and_comes_back(machine: Machine) -> None:
@@ -337,7 +339,7 @@ async def test_a_killed_prefill_engine_costs_no_request_and_comes_back(machine: 
     answered: list[tuple[str, str | None]] = []
     first_tokens = asyncio.Semaphore(0)
 
-    async with AsyncOpenAI(base_url=f"{machine.url}/v1", api_key="none", timeout=600, max_retries=0) as client:
+    async with AsyncOpenAI(base_url=f"{machine.url}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0) as client:
 
         async def stream(prompt: str) -> None:
             text, finish = "", None
@@ -367,7 +369,7 @@ async def test_a_killed_prefill_engine_costs_no_request_and_comes_back(machine: 
     def replaced() -> bool:
         return bool(members(machine, "prefill").keys() - {before_id})
 
-    await asyncio.to_thread(wait_until, replaced, timeout_s=300, what="a new prefill worker")
+    await asyncio.to_thread(wait_until, replaced, what="a new prefill worker")
 
     def transferred_again() -> bool:
         record = complete(machine, "At last the new ferry came, and everybody went on board. " * 3)["kvferry"]
@@ -376,7 +378,7 @@ async def test_a_killed_prefill_engine_costs_no_request_and_comes_back(machine: 
         assert record["prefill_worker"] != before_id
         return True
 
-    await asyncio.to_thread(wait_until, transferred_again, timeout_s=60, what="a request ferried by the new worker")
+    await asyncio.to_thread(wait_until, transferred_again, what="a request ferried by the new worker")
 
 
 def test_down_after_a_kill_of_everything_leaves_nothing(machine: Machine) -> None:

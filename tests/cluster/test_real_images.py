@@ -15,6 +15,7 @@ from support.all_models import only_with_all_models
 from support.image_answers import NUM_TOKENS, ImageAnswer, answers_of_vllm, chats, images
 from support.image_reference import MAX_MODEL_LEN
 from support.local_machine import Machine, a_machine
+from support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.model, pytest.mark.cluster, only_with_all_models]
 
@@ -48,7 +49,7 @@ def post(machine: Machine, messages: list[dict[str, Any]], **more: Any) -> httpx
     body = {
         "model": MODEL, "messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, **more,
     }  # fmt: skip
-    return httpx.post(f"{machine.url}/v1/chat/completions", json=body, headers=DEBUG, timeout=300)
+    return httpx.post(f"{machine.url}/v1/chat/completions", json=body, headers=DEBUG, timeout=PATIENCE_S)
 
 
 def ask(machine: Machine, name: str, **more: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from bench.tiny_models import YARN, make_model
 from kvferry import model_folder
 from support.all_models import only_with_all_models
 from support.local_machine import Machine, a_machine
+from support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.model, pytest.mark.cluster, only_with_all_models]
 
@@ -35,7 +36,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 def completion(machine: Machine, prompt: list[int], **more: Any) -> httpx.Response:
     body = {"model": "qwen3-yarn", "prompt": prompt, "temperature": 0, **more}
     headers = {"x-kvferry-debug": "disaggregate"}
-    return httpx.post(f"{machine.url}/v1/completions", json=body, headers=headers, timeout=300)
+    return httpx.post(f"{machine.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
 
 
 def test_a_prompt_beyond_the_models_own_context_is_answered_after_a_transfer(machine: Machine) -> None:

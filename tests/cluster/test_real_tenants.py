@@ -21,8 +21,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.local_machine import Machine, a_machine, wait_until
+from support.local_machine import Machine, a_machine
 from support.tier_chunks import chunk_files
+from support.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.cluster]
 
@@ -45,7 +46,7 @@ class World:
     keys: dict[str, str] = field(default_factory=dict)
 
     def tenant(self, *arguments: str) -> str:
-        ran = self.machine.run("tenant", *arguments, timeout_s=60)
+        ran = self.machine.run("tenant", *arguments)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return ran.stdout
 
@@ -102,14 +103,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         )  # fmt: skip
         assert started.returncode == 0, started.stdout + started.stderr
         kept = {"the secret of salts": salt_secret}
-        with httpx.Client(base_url=machine.url, timeout=120, trust_env=False) as http:
+        with httpx.Client(base_url=machine.url, timeout=PATIENCE_S, trust_env=False) as http:
             world = World(machine, http, folder / "volume", folder / "usage", kept)
             for name in ("acme", "beta", "doomed"):
                 world.keys[name] = world.tenant("create", name, "--key", "ci").strip()
                 kept[f"the key of {name}"] = world.keys[name]
-            wait_until(
-                lambda: all(ready(world, name) for name in world.keys), timeout_s=120, what="tenants that are served"
-            )
+            wait_until(lambda: all(ready(world, name) for name in world.keys), what="tenants that are served")
             yield world
 
 
@@ -149,13 +148,12 @@ def test_another_tenants_prompt_hits_on_neither_side_and_in_no_tier(world: World
         answer = world.complete(tenant, prompt, apart=True, max_tokens=2, ignore_eos=True)
         wait_until(
             lambda: all(tokens > generated[role] for role, tokens in counts(world)[0].items()),
-            timeout_s=30,
             what="the request in the counts of both workers",
         )
         return cached(answer), {role: tokens - hits[role] for role, tokens in counts(world)[1].items()}
 
     assert hits_of("acme") == (0, {"prefill": 0, "decode": 0})
-    wait_until(lambda: len(world.chunks_of("acme")) > 0, timeout_s=60, what="its pages on the volume")
+    wait_until(lambda: len(world.chunks_of("acme")) > 0, what="its pages on the volume")
     assert hits_of("beta") == (0, {"prefill": 0, "decode": 0})
     shown, by_role = hits_of("acme")
     assert shown >= PAGE
@@ -224,11 +222,11 @@ def test_streams_above_a_share_give_way_and_go_on_without_a_difference(world: Wo
     begun: list[str] = []
     with ThreadPoolExecutor(len(prompts)) as threads:
         streams = [threads.submit(world.stream, "acme", prompt, 80, begun) for prompt in prompts]
-        wait_until(lambda: len(begun) >= NUM_SLOTS, timeout_s=60, what="streams in all slots")
+        wait_until(lambda: len(begun) >= NUM_SLOTS, what="streams in all slots")
         world.complete("beta", text_of(60, 20), max_tokens=2)
         assert not any(each.done() for each in streams), "beta did not wait for an end of acme's"
         for text, each in zip(alone, streams, strict=True):
-            assert each.result(timeout=120)[0] == text
+            assert each.result(timeout=PATIENCE_S)[0] == text
     assert world.metric("kvferry_preempted_requests_total") >= 1
 
 
@@ -236,38 +234,38 @@ def test_a_tenant_that_is_deleted_under_load_leaves_no_page_and_harms_no_other(w
     prompt = text_of(30)
     expected = world.complete("acme", prompt, max_tokens=200, ignore_eos=True)["choices"][0]["text"]
     world.complete("doomed", prompt)
-    wait_until(lambda: bool(world.chunks_of("doomed")), timeout_s=60, what="the tenant's pages on the volume")
+    wait_until(lambda: bool(world.chunks_of("doomed")), what="the tenant's pages on the volume")
     begun: list[str] = []
     with ThreadPoolExecutor(4) as threads:
         doomed = [threads.submit(world.stream, "doomed", prompt, 4000, begun) for _ in range(2)]
         others = [threads.submit(world.stream, "acme", prompt, 200, begun) for _ in range(2)]
-        wait_until(lambda: len(set(begun)) == 2, timeout_s=60, what="streams of both")
-        told = world.machine.run("tenant", "delete", "doomed", "--yes", timeout_s=90)
+        wait_until(lambda: len(set(begun)) == 2, what="streams of both")
+        told = world.machine.run("tenant", "delete", "doomed", "--yes")
         assert told.returncode == 0, told.stderr
         for ended in doomed:
-            _, last = ended.result(timeout=60)
+            _, last = ended.result(timeout=PATIENCE_S)
             assert last["error"]["code"] == "invalid_api_key", last
         for ended in others:
-            text, last = ended.result(timeout=120)
+            text, last = ended.result(timeout=PATIENCE_S)
             assert "error" not in last
             assert text == expected
     assert not ready(world, "doomed")
-    wait_until(lambda: not world.chunks_of("doomed"), timeout_s=60, what="its chunks removed")
+    wait_until(lambda: not world.chunks_of("doomed"), what="its chunks removed")
     assert world.chunks_of("acme"), "those of others stay"
     assert "removed" in told.stdout + told.stderr
     again = world.keys["doomed"] = world.tenant("create", "doomed", "--key", "ci").strip()
     world.secrets["the second key of doomed"] = again
-    wait_until(lambda: ready(world, "doomed"), timeout_s=30, what="the new tenant of the name")
+    wait_until(lambda: ready(world, "doomed"), what="the new tenant of the name")
     assert cached(world.complete("doomed", prompt)) == 0
 
 
 def test_no_secret_is_in_logs_metrics_records_or_status(world: World) -> None:
-    world.machine.run("tenant", "key", "rotate", "acme", "ci", "next", timeout_s=60)
+    world.machine.run("tenant", "key", "rotate", "acme", "ci", "next")
     refused = world.http.get("/v1/models", headers={"authorization": f"Bearer {world.keys['acme']}x"})
     assert refused.status_code == 401
     seen = {
         "the answer to a wrong key": refused.text,
-        "status": (status := world.machine.run("status", "--json", timeout_s=60)).stdout + status.stderr,
+        "status": (status := world.machine.run("status", "--json")).stdout + status.stderr,
         "tenant show": world.tenant("show", "acme"),
         "tenant list": world.tenant("list", "--json"),
         "metrics of the gateway": world.http.get("/metrics").text,
@@ -275,7 +273,7 @@ def test_no_secret_is_in_logs_metrics_records_or_status(world: World) -> None:
     }
     for member in json.loads(status.stdout)["members"]:
         if address := member.get("metrics_address"):
-            seen[f"metrics of {member['member_id']}"] = httpx.get(f"http://{address}/metrics", timeout=30).text
+            seen[f"metrics of {member['member_id']}"] = httpx.get(f"http://{address}/metrics", timeout=PATIENCE_S).text
     assert "acme" in seen["usage"]
     assert len(seen) > 6, "workers and keepers have metrics of their own"
     forms = {what: forms_of(secret) for what, secret in world.secrets.items()}

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from kvferry.gateway.stream_writer import KEEP_ALIVE
 from kvferry.membership.base import MemberKind
-from support.waiting import until
+from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
 from .test_gateway_grpc import channel_to, details_of, refused, sampled, stub_on
@@ -43,7 +43,7 @@ async def let_go(cluster: SimCluster) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("limit", LIMITS)
 async def test_each_limit_ends_an_answer_and_is_named(limit: str, n: int) -> None:
-    async with slow(limit) as cluster, httpx.AsyncClient(base_url=cluster.url, timeout=15) as http:
+    async with slow(limit) as cluster, httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         answer = await http.post("/v1/completions", json={**BODY, "n": n})
         assert answer.status_code == 504, answer.text
         error = answer.json()["error"]
@@ -56,7 +56,7 @@ async def test_each_limit_ends_an_answer_and_is_named(limit: str, n: int) -> Non
 async def test_each_limit_ends_a_stream_with_an_event_and_a_call_with_a_status(limit: str) -> None:
     async with (
         slow(limit, sse_keep_alive_s=0.05) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=15) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
         channel_to(cluster) as channel,
     ):
         answer = await http.post("/v1/completions", json={**BODY, "stream": True})
@@ -82,7 +82,7 @@ async def test_a_silent_stream_is_kept_alive_if_wanted(keep_alive_s: float) -> N
     gateway = {"sse_keep_alive_s": keep_alive_s}
     async with (
         running(sim=sim, gateway=gateway) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=15) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         body = {**BODY, "prompt": "word " * 50, "stream": True}
         (prefill,) = cluster.engines(MemberKind.PREFILL)
@@ -99,7 +99,7 @@ async def test_a_silent_stream_is_kept_alive_if_wanted(keep_alive_s: float) -> N
 async def test_comments_come_between_tokens_and_openais_client_skips_them() -> None:
     async with (
         running(sim={"step_ms": 150.0}, gateway={"sse_keep_alive_s": 0.05}) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=15) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
         AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client,
     ):
         body = {**BODY, "max_tokens": 4, "temperature": 0}
@@ -117,13 +117,13 @@ async def test_an_error_after_a_comment_is_an_event() -> None:
     gateway = {"sse_keep_alive_s": 0.05, "worker_wait_s": 0.2}
     async with (
         running(sim={"prefill_tokens_per_s": 10.0}, gateway=gateway) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=15) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
         http.stream("POST", "/v1/completions", json={**BODY, "stream": True, "prompt": "word " * 500}) as answer,
     ):
         assert answer.status_code == 200
         for host, _ in cluster.workers:
             host.server.engine_died("killed by a test")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             text = (await answer.aread()).decode()
     *_, last, done = [line for line in text.split("\n\n") if line]
     assert done == "data: [DONE]"

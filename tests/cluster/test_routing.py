@@ -18,7 +18,7 @@ from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, Tier
 from kvferry.router.policy import Measured, PricedPolicy
 from kvferry.worker.lifecycle import WorkerHost
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
 
@@ -33,7 +33,7 @@ def tokens(count: int, seed: int) -> list[int]:
 
 async def ask(url: str, prompt: list[int], *, debug: str = "1", max_tokens: int = 4) -> dict[str, Any]:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
         answer = await http.post("/v1/completions", json=body, headers={"x-kvferry-debug": debug})
     assert answer.status_code == 200, answer.text
     parsed: dict[str, Any] = answer.json()
@@ -190,7 +190,7 @@ async def test_disaggregation_is_chosen_by_price() -> None:
 async def test_every_decision_can_be_explained() -> None:
     async with running(prefill=2, decode=2, gateway=PRICED, sim=SLOW) as cluster:
         answer = await ask(cluster.url, tokens(2000, 1), debug="disaggregate")
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
             seen = await http.get(f"/kvferry/v1/requests/{answer['id']}")
             assert (await http.get("/kvferry/v1/requests/cmpl-unknown")).status_code == 404
         ((request,), (decision,)) = (lambda r: (r, r[0]["choices"]))(seen.json()["requests"])

@@ -19,7 +19,7 @@ from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.link.protocol import Identity, ServedModel
 from kvferry.membership.base import MemberKind
 from kvferry.pages.keys import route_keys, seed_of
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
 from .test_access import BODY, bearer, grpc_to
@@ -205,7 +205,7 @@ async def test_tenants_of_a_model_have_it_alone() -> None:
     async with running(gateway=IN_ETCD, models=[ALPHA, BETA]) as cluster, client(cluster) as http:
         own, other = await key_of(cluster, "own", "beta"), await key_of(cluster, "guest")
         await settled(http, other)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SOON_S):
             while (await ask(http, own, model="Beta-7B")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         listed = (await http.get("/v1/models", headers=bearer(own))).json()["data"]

@@ -16,14 +16,13 @@ from kvferry.router import usage
 from kvferry.tenancy.limits import LimitName
 from kvferry.worker import turns
 from kvferry.worker.turns import Turns
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
 from .test_access import bearer
 from .test_tenants import admin_of, status_of
 
 IN_ETCD: dict[str, Any] = {"tenants_in_etcd": True, "placement": "priced"}
-DEADLINE_S = 120.0
 # A prompt of 500 tokens takes 25 ms.
 SIM = {"step_ms": 1.0, "prefill_tokens_per_s": 20_000.0}
 
@@ -32,7 +31,7 @@ async def flood(
     gateway: GatewayHost, key: str, name: str, done: Counter[str], num_clients: int, body: dict[str, Any]
 ) -> None:
     """Send prompts that nobody sent before, from so many clients, until cancelled."""
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as http:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=PATIENCE_S) as http:
 
         async def client(number: int) -> None:
             turn = 0
@@ -72,9 +71,9 @@ async def measured_shares(cluster: SimCluster, body: dict[str, Any], num_answers
         asyncio.create_task(flood(first, keys["gold"], "gold", done, 24, body)),
         asyncio.create_task(flood(second, keys["noise"], "noise", done, 24, body)),
     ]
-    await until(lambda: min(done["gold"], done["noise"]) > 8, within_s=DEADLINE_S)
+    await until(lambda: min(done["gold"], done["noise"]) > 8)
     before = Counter(done)
-    await until(lambda: (done - before).total() >= num_answers, within_s=DEADLINE_S)
+    await until(lambda: (done - before).total() >= num_answers)
     since = done - before
     for task in floods:
         task.cancel()
@@ -116,9 +115,9 @@ async def test_a_share_that_is_changed_counts_for_requests_from_then_on() -> Non
             for gateway, name in zip(cluster.gateways, keys, strict=True)
         ]
         # What was queued with the share of before is gone.
-        await until(lambda: min(done["gold"], done["noise"]) > 24, within_s=DEADLINE_S)
+        await until(lambda: min(done["gold"], done["noise"]) > 24)
         before = Counter(done)
-        await until(lambda: (done - before).total() >= 400, within_s=DEADLINE_S)
+        await until(lambda: (done - before).total() >= 400)
         since = done - before
         for task in floods:
             task.cancel()
@@ -137,9 +136,9 @@ async def test_a_tenant_under_its_share_does_not_wait_behind_anothers_queue() ->
         first, second = await two_gateways(cluster)
         done: Counter[str] = Counter()
         noise = asyncio.create_task(flood(second, keys["noise"], "noise", done, 60, body))
-        await until(lambda: done["noise"] > 60, within_s=DEADLINE_S)
+        await until(lambda: done["noise"] > 60)
         passed = []
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{first.port}", timeout=60) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{first.port}", timeout=PATIENCE_S) as http:
             for number in range(20):
                 before = done["noise"]
                 prompt = f"gold{number} " + " ".join(f"w{i}" for i in range(499))
@@ -203,7 +202,7 @@ async def test_workers_hear_what_tenants_got_elsewhere_from_one_gateway(monkeypa
         done: Counter[str] = Counter()
         floods = [asyncio.create_task(flood(gateway, key, "gold", done, 24, body)) for gateway in (first, second)]
         queues = {host.worker_id: host.server._turns for host in cluster.hosts(MemberKind.PREFILL)}
-        await until(lambda: sum(got.get("gold", 0.0) for _, got, _ in heard) > 1000.0, within_s=30)
+        await until(lambda: sum(got.get("gold", 0.0) for _, got, _ in heard) > 1000.0)
         for task in floods:
             task.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
@@ -245,7 +244,7 @@ async def test_a_flood_leaves_places_for_others_on_workers_and_in_the_line() -> 
         statuses: Counter[int] = Counter()
 
         async def noise(gateway: GatewayHost, number: int) -> None:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as http:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=PATIENCE_S) as http:
                 for turn in range(1000):
                     prompt = f"noise{number}-{turn} " + " ".join(f"w{i}" for i in range(199))
                     sent = {**body, "prompt": prompt}
@@ -255,9 +254,9 @@ async def test_a_flood_leaves_places_for_others_on_workers_and_in_the_line() -> 
                         await asyncio.sleep(0.05)
 
         clients = [asyncio.create_task(noise(each, number)) for each in (first, second) for number in range(60)]
-        await until(lambda: statuses[200] > 50 and statuses[429] > 20, within_s=DEADLINE_S)
+        await until(lambda: statuses[200] > 50 and statuses[429] > 20)
         for gateway in (first, second):
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as http:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=PATIENCE_S) as http:
                 for number in range(10):
                     before = statuses[200]
                     sent = {**body, "prompt": f"gold{number} " + " ".join(f"w{i}" for i in range(199))}
@@ -286,7 +285,7 @@ async def test_a_limit_of_a_tenant_holds_over_two_gateways_and_for_it_alone() ->
         await until(lambda: all(knows_limit(gateway, "acme") for gateway in (first, second)))
 
         async def send(gateway: GatewayHost, name: str) -> httpx.Response:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as http:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=PATIENCE_S) as http:
                 return await http.post("/v1/completions", json=body, headers=bearer(keys[name]))
 
         for _ in range(18):

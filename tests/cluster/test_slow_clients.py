@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.waiting import until
+from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, connect, running
 from .test_http_edges import Client
@@ -58,7 +58,10 @@ async def test_it_is_cut_and_counted_and_its_request_ends_on_the_workers(
 
 
 async def test_others_are_served_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
-    async with running(sim={"step_ms": 1.0}) as cluster, httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+    async with (
+        running(sim={"step_ms": 1.0}) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
+    ):
         assert cluster.gateway is not None
         clients = [await connect_without_reading(cluster, BODY) for _ in range(3)]
         try:
@@ -77,7 +80,7 @@ async def test_it_is_cut_under_another_server_too() -> None:
     async with running(gateway=LEAST, sim={"step_ms": 0.0}) as cluster:
         assert cluster.gateway is not None
         client = Client(BODY, reads=2)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SOON_S):
             await cluster.gateway.app(client.scope(), client.receive, client.send)
         assert cluster.metric("kvferry_slow_clients_total") == 1
         await cluster.until_quiet()
@@ -108,7 +111,7 @@ async def test_an_answer_behind_one_that_was_not_read_waits_for_it(cluster: SimC
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", cluster.gateway.port, limit=1 << 24)
     writer.write((head + body) * 2)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(SOON_S):
         for _ in range(2):
             answer = await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
             assert answer.startswith(b"HTTP/1.1 200 OK\r\n")

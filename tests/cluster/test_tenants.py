@@ -19,7 +19,7 @@ from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.membership.memory import MemoryMembership
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.telemetry import TENANT_OUTCOMES, TENANT_REQUESTS, TENANT_TOKEN_KINDS, TENANT_TOKENS
-from support.waiting import until
+from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
 from .test_access import BODY, REQUEST, bearer, grpc_to
@@ -50,7 +50,7 @@ async def events_of(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 async def test_a_key_works_as_soon_as_it_is_made_and_ends_as_soon_as_it_is_revoked() -> None:
-    async with running(gateway=IN_ETCD) as cluster, httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+    async with running(gateway=IN_ETCD) as cluster, httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         assert await status_of(http, "kvf_unknown") == 401
         key = await tenant_with_key(cluster, "acme")
         assert await status_of(http, key) == 200
@@ -66,7 +66,7 @@ async def test_a_key_works_as_soon_as_it_is_made_and_ends_as_soon_as_it_is_revok
 
 
 async def test_during_an_outage_of_etcd_the_known_keys_work() -> None:
-    async with running(gateway=IN_ETCD) as cluster, httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+    async with running(gateway=IN_ETCD) as cluster, httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         key = await tenant_with_key(cluster, "acme")
         assert await status_of(http, key) == 200
         with cluster.registry.outage():
@@ -79,19 +79,19 @@ async def test_a_gateway_that_starts_during_an_outage_is_not_ready_and_refuses_n
         key = await tenant_with_key(cluster, "acme")
         with cluster.registry.outage():
             other = await cluster.add_gateway()
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=20) as http:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=PATIENCE_S) as http:
                 answer = await http.get("/v1/models", headers=bearer(key))
                 assert answer.status_code == 503
                 assert "tenants" in answer.json()["error"]["message"]
                 waiting = (await http.get("/readyz")).json()
                 assert not waiting["ready"]
                 assert "tenants" in waiting["waiting_for"]
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=20) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{other.port}", timeout=PATIENCE_S) as http:
 
             async def works() -> bool:
                 return await status_of(http, key) == 200
 
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(SOON_S):
                 while not await works():  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
 
@@ -99,7 +99,7 @@ async def test_a_gateway_that_starts_during_an_outage_is_not_ready_and_refuses_n
 async def test_a_tenant_that_is_deleted_under_load_ends_with_401_and_harms_no_other() -> None:
     async with (
         running(gateway=IN_ETCD, decode=2) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         assert cluster.gateway is not None
         doomed, other = await tenant_with_key(cluster, "doomed"), await tenant_with_key(cluster, "bystander")
@@ -131,7 +131,7 @@ async def test_a_tenant_that_is_deleted_under_load_ends_with_401_and_harms_no_ot
         doomed_streams = [asyncio.create_task(stream(doomed, 4000)) for _ in range(4)]
         other_streams = [asyncio.create_task(stream(other, 1000)) for _ in range(4)]
         doomed_whole, doomed_grpc = asyncio.create_task(whole(doomed)), asyncio.create_task(over_grpc())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             for _ in range(8):
                 await begun.get()
             await until(lambda: cluster.gateway.admission.num_in_flight == 10)
@@ -160,7 +160,7 @@ async def cached_tokens(http: httpx.AsyncClient, key: str) -> int:
 async def test_a_new_epoch_a_new_tenant_of_the_name_and_another_group_find_no_page() -> None:
     async with (
         running(gateway={**IN_ETCD, "placement": "priced"}) as cluster,
-        httpx.AsyncClient(base_url=cluster.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         admin, key = admin_of(cluster), await tenant_with_key(cluster, "acme")
         assert await cached_tokens(http, key) == 0
@@ -193,7 +193,7 @@ async def test_sums_of_usage_records_equal_the_metrics(tmp_path: Path) -> None:
     async with running(gateway={**IN_ETCD, "usage_dir": str(folder)}) as cluster:
         assert cluster.gateway is not None
         keys = {name: await tenant_with_key(cluster, name) for name in ("acme", "beta", "quiet")}
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
             for name, count in (("acme", 3), ("beta", 2)):
                 for _ in range(count):
                     answer = await http.post("/v1/completions", json={**BODY, "n": 2}, headers=bearer(keys[name]))

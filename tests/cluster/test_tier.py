@@ -26,7 +26,7 @@ from kvferry.store.direct_io import Fault, Operation
 from kvferry.store.fsck import list_chunks
 from kvferry.worker.lifecycle import WorkerHost, build_engine
 from support.tier_keeper import SwitchableIo
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster
 
@@ -96,7 +96,7 @@ async def ask(
 ) -> tuple[str, dict[str, object]]:
     headers = {"x-kvferry-debug": "1", **({"authorization": f"Bearer {key}"} if key else {})}
     body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
         answered = await http.post("/v1/completions", json=body, headers=headers)
     assert answered.status_code == 200, answered.text
     values = answered.json()

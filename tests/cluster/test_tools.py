@@ -17,6 +17,7 @@ from kvferry.engine.sim.parsing import NUM_CONTENT_WORDS, NUM_REASONING_WORDS, S
 from kvferry.errors import ConfigError
 from kvferry.gateway.lifecycle import build_renderer
 from kvferry.membership.base import MemberKind
+from support.waiting import PATIENCE_S
 
 from .conftest import MODEL, SimCluster, running
 
@@ -190,7 +191,7 @@ async def test_plain_requests_never_meet_a_parser(monkeypatch: pytest.MonkeyPatc
     async with talking({**BOTH, "reasoning_parser": ""}) as (cluster, client):
         assert (await client.chat.completions.create(**ASKED)).choices[0].message.content
         assert (await client.completions.create(model=MODEL, prompt="a b")).choices[0].text
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
             refused = await http.post("/v1/chat/completions", json={**ASKED, "tools": TOOLS})
             assert refused.status_code == 500
 

@@ -30,7 +30,7 @@ from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.worker.lifecycle import WorkerHost
 from support.otlp_collector import Collector, SpanNode
-from support.waiting import until
+from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
 from .test_tier import add_worker, config_with, end_workers, gateway_over, has_keeper, keeper, until_known
@@ -156,7 +156,7 @@ async def traced_url(pair: VllmPair | None, collector: Collector) -> AsyncIterat
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_request_is_one_tree_over_all_processes(traced_url: str, collector: Collector, stream: bool) -> None:
-    async with httpx.AsyncClient(base_url=traced_url, timeout=300) as http:
+    async with httpx.AsyncClient(base_url=traced_url, timeout=PATIENCE_S) as http:
         body = {**BODY, "model": MODEL, "max_tokens": 50, "stream": stream}
         # The first request of a link, and of a model, is not what is looked at.
         await http.post("/v1/completions", json={**body, "prompt": f"other {PROMPT}"})
@@ -214,7 +214,7 @@ async def test_a_request_is_one_tree_over_all_processes(traced_url: str, collect
     "pair", ["sim", pytest.param("vllm", marks=[pytest.mark.model, pytest.mark.shared_pair])], indirect=True
 )
 async def test_workers_export_what_their_engines_did(traced_url: str, pair: VllmPair | None) -> None:
-    async with httpx.AsyncClient(base_url=traced_url, timeout=300) as http:
+    async with httpx.AsyncClient(base_url=traced_url, timeout=PATIENCE_S) as http:
         body = {**BODY, "model": MODEL, "max_tokens": 4, "prompt": f"metrics {PROMPT}"}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
         targets = {target["labels"]["kind"]: target for target in (await http.get("/kvferry/v1/targets")).json()}
@@ -233,7 +233,7 @@ async def test_workers_export_what_their_engines_did(traced_url: str, pair: Vllm
 
 async def samples_of(http: httpx.AsyncClient, address: str, *, with_kv_transfer: bool) -> list[Sample]:
     """What is scraped there; `with_kv_transfer`: once a transfer is counted, which vLLM tells with a later step."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(SOON_S):
         while True:
             text = (await http.get(f"http://{address}/metrics")).text
             samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -247,7 +247,7 @@ async def samples_of(http: httpx.AsyncClient, address: str, *, with_kv_transfer:
 async def test_each_try_of_a_request_has_its_span(collector: Collector) -> None:
     async with running(decode=2, sim={"step_ms": 20.0}, tracing={"endpoint": collector.endpoint}) as cluster:
         trace_id, span_id, headers = a_parent()
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
             body = {**BODY, "model": MODEL, "max_tokens": 30, "stream": True}
             async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
                 pieces = answer.aiter_bytes()
@@ -274,7 +274,7 @@ async def test_a_load_from_a_volume_is_in_the_trace(tmp_path: Path, sockets: Pat
         await until(lambda: has_keeper(engine))
         await cluster.add_gateway()
         await cluster.ready(1)
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
             body = {**BODY, "model": MODEL, "max_tokens": 4}
             num_prompt = (await http.post("/v1/completions", json=body)).json()["usage"]["prompt_tokens"]
             await until_known(cluster, num_prompt // 16)
@@ -310,7 +310,7 @@ async def test_pages_of_another_node_are_in_the_trace_too(tmp_path: Path, socket
         await until(lambda: has_keeper(engine))
         await cluster.add_gateway()
         await cluster.ready(1)
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
             body = {**BODY, "model": MODEL, "max_tokens": 4}
             num_prompt = (await http.post("/v1/completions", json=body)).json()["usage"]["prompt_tokens"]
             await until_known(cluster, num_prompt // 16)
@@ -353,7 +353,7 @@ async def test_a_grpc_call_is_traced_as_http_is(collector: Collector) -> None:
 
 
 async def test_a_request_without_a_parent_begins_a_trace(collector: Collector) -> None:
-    async with sim_cluster(collector.endpoint) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
+    async with sim_cluster(collector.endpoint) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "n": 2, "seed": 3}
         answer = await http.post("/v1/chat/completions", json=body)
         _, trace_id, _, flags = answer.headers["traceparent"].split("-")
@@ -366,7 +366,7 @@ async def test_a_request_without_a_parent_begins_a_trace(collector: Collector) -
 
 
 async def test_errors_have_their_code_and_a_client_that_leaves_is_seen(collector: Collector) -> None:
-    async with sim_cluster(collector.endpoint) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
+    async with sim_cluster(collector.endpoint) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
         refused_id, parent_id, headers = a_parent()
         answer = await http.post("/v1/completions", json={**BODY, "model": "other"}, headers=headers)
         assert answer.status_code == 404
@@ -395,7 +395,7 @@ async def test_no_text_of_clients_is_in_a_span_unless_asked(collector: Collector
             "user": "heliotrope",
         }
         headers = {"authorization": "Bearer heliotrope", "x-secret": "heliotrope"}
-        answer = await http.post("/v1/chat/completions", json=body, headers=headers, timeout=20)
+        answer = await http.post("/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE_S)
         root = await tree_of(collector, answer.headers["traceparent"].split("-")[1])
         text = answer.json()["choices"][0]["message"]["content"]
         if prompts:
@@ -409,11 +409,11 @@ async def test_no_text_of_clients_is_in_a_span_unless_asked(collector: Collector
 async def test_what_is_not_sampled_is_not_traced(collector: Collector) -> None:
     async with sim_cluster(collector.endpoint, sample_ratio=0.0) as url, httpx.AsyncClient(base_url=url) as http:
         body = {**BODY, "model": MODEL, "max_tokens": 2}
-        answer = await http.post("/v1/completions", json=body, timeout=20)
+        answer = await http.post("/v1/completions", json=body, timeout=PATIENCE_S)
         assert not int(answer.headers["traceparent"].split("-")[3], 16) & 1
         # A client that decided is followed, either way.
         trace_id, span_id, headers = a_parent()
-        await http.post("/v1/completions", json=body, headers=headers, timeout=20)
+        await http.post("/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
         await tree_of(collector, trace_id, span_id)
         assert {span.trace_id for span in collector.spans()} == {trace_id}
 
@@ -428,7 +428,7 @@ async def test_a_collector_that_is_away_holds_up_nobody(
     async with running(tracing={"endpoint": endpoint}) as cluster:
         gateway = cluster.gateway
         assert gateway is not None
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
             body = {**BODY, "model": MODEL, "max_tokens": 2}
 
             async def ask() -> float:
@@ -439,7 +439,7 @@ async def test_a_collector_that_is_away_holds_up_nobody(
             times_s = [await ask() for _ in range(20)]
             assert max(times_s) < 1.0
             failed = 'kvferry_trace_spans_total{outcome="failed"}'
-            await until(lambda: cluster.metric(failed) > 0, within_s=30, what="the exporter gave up on a batch")
+            await until(lambda: cluster.metric(failed) > 0, within_s=SOON_S, what="the exporter gave up on a batch")
             said = [record.getMessage() for record in caplog.records if "traces do not reach" in record.getMessage()]
             assert len(said) <= 3, "once a process"
             assert any(endpoint in line for line in said)

@@ -33,10 +33,10 @@ from kvferry.engine.base import (
 )
 from kvferry.engine.sim import SimEngine, SimTokenizer
 from kvferry.errors import InvalidRequest
+from support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session")]
 
-DEADLINE_S = 120.0
 NUM_TOKENS = 12
 
 WORDS = (  # noqa: SIM905
@@ -169,7 +169,7 @@ async def run(
         cache_salt=cache_salt,
         adapter=adapter,
     )
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENCE_S):
         async for output in engine.generate(request):
             outcome.add(output)
     if outcome.last.finish_reason is not FinishReason.ABORT:
@@ -188,7 +188,7 @@ async def prefill(pair: EnginePair, prompt: Sequence[int], cache_salt: str = "",
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENCE_S):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -271,7 +271,7 @@ async def test_an_answer_goes_on_in_another_engine(engine_pair: EnginePair, num_
         sampling,
         continued=Continued(len(given), len(delivered.text)),
     )
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENCE_S):
         async for output in engine_pair.prefill.generate(request):
             rest.add(output)
     assert given + rest.token_ids == whole.token_ids
@@ -460,7 +460,7 @@ async def test_cancelling_the_reader_ends_the_request(engine_pair: EnginePair) -
             begun.set()
 
     reader = asyncio.create_task(read())
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENCE_S):
         await begun.wait()
     reader.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -471,7 +471,7 @@ async def test_cancelling_the_reader_ends_the_request(engine_pair: EnginePair) -
 async def test_abort_ends_the_iterator(engine_pair: EnginePair) -> None:
     engine, request_id = engine_pair.decode, fresh_id("aborted")
     outcome = Outcome()
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENCE_S):
         async for output in engine.generate(EngineRequest(request_id, fresh_prompt(engine_pair, 60), greedy(1000))):
             if not outcome.outputs:
                 await engine.abort(request_id)
@@ -592,7 +592,7 @@ async def listening(pair: EnginePair, engine: Engine) -> AsyncIterator[list[KvEv
 
     listener = asyncio.create_task(listen())
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(PATIENCE_S):
             while not batches:
                 await run(engine, fresh_prompt(pair, 2 * engine.info.block_size), greedy(1))
                 await asyncio.sleep(0.05)
@@ -663,7 +663,7 @@ async def test_kept_pages_that_nobody_pulls_are_released(engine_pair: EnginePair
     assert num_used >= num_pages
     await engine.release(params)
     await engine.release(params)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(PATIENCE_S):
         while engine.stats().num_pages_used > num_used - num_pages:
             await run(engine, fresh_prompt(engine_pair), greedy(1))  # its next step, at the latest, frees them
 

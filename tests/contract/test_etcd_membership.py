@@ -31,8 +31,8 @@ from kvferry.membership.base import (
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.membership.etcd_records import Listing, record_key
 from kvferry.membership.retry import RetryPolicy
+from support.waiting import SOON_S
 
-DEADLINE_S = 20.0
 RETRY = RetryPolicy(first_s=0.05, max_s=0.3)
 
 pytestmark = pytest.mark.skipif(find_binary() is None, reason="no etcd binary")
@@ -45,13 +45,13 @@ def member(name: str = "one", *, version: str = "1") -> Member:
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
 async def following(watch: AsyncIterator[MemberChange]) -> MemberChange:
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         return await anext(watch)
 
 
@@ -544,7 +544,7 @@ async def test_an_expired_token_is_replaced_unseen(
     watch = membership.watch()
     assert await following(watch) == Snapshot((member(),))
     tokens = {membership._connector.login.token}
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         while len(tokens) < 3:
             assert await membership.members() == (member(),)
             tokens.add(membership._connector.login.token)

@@ -34,7 +34,7 @@ from support.link_peers import (
     serving,
     simulated,
 )
-from support.waiting import until
+from support.waiting import PATIENCE_S, SOON_S, until
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -332,7 +332,7 @@ async def test_a_gateway_that_never_reads_loses_its_requests_and_memory_stays_bo
         await gateway.read_ends(1, 2)
         assert {end.code for end in gateway.ended.values()} == {"worker_lost"}
         await gateway.submit(3, request("r3"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(SOON_S):
             while not gateway.num_tokens.get(3):
                 await gateway.read_step()
         await gateway.cancel(3)
@@ -349,7 +349,7 @@ async def test_a_gateway_that_asks_and_never_reads_is_cut_off(
     await gateway.hello()
     worker.refuse_new()
     number = 0
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while worker.sessions:
             number += 1
             try:
@@ -411,7 +411,7 @@ async def test_residency_comes_in_order_with_the_steps(worker: WorkerServer, gat
     assert session.send_residency(sent)
     assert session.send_residency(pb.Residency(sequence=8, cleared=True))
     got = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(SOON_S):
         while len(got) < 2:
             message = await gateway.read()
             if message.HasField("residency"):
@@ -456,7 +456,7 @@ async def test_pages_that_nobody_comes_for_are_released(transport: Transport) ->
         gateway = Gateway(worker, transport)
         await gateway.hello()
         await gateway.submit(1, request("p", max_tokens=1, keep_for_transfer=True))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(SOON_S):
             while not (step := await gateway.read_step()).finished:
                 pass
         params = step.finished[0].transfer_params
@@ -479,7 +479,7 @@ async def test_the_load_is_fresh_soon_after_the_last_step(engine: SimEngine, tra
         await gateway.hello()
         await gateway.submit(1, request("a", max_tokens=20))
         seen = []
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             while 1 not in gateway.ended or not seen or seen[-1].num_generated_tokens < 20:
                 step = await gateway.read_step()
                 if step.HasField("load"):
@@ -590,7 +590,7 @@ async def test_draining_is_told_at_once(engine: SimEngine, transport: Transport)
         gateway = Gateway(worker, transport)
         await gateway.hello()
         worker.refuse_new()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             while not (await gateway.read_step()).load.draining:
                 pass
         await gateway.submit(1, request("a"))

@@ -36,7 +36,7 @@ from kvferry.store.volume import Volume
 from kvferry.tenancy.namespace import Namespace
 from support.tier_keeper import Engine, KeeperProcess, SwitchableIo, engine, keeping, tier_config
 from support.tier_rows import Rows, key_of, layout_of, rows_of
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 ROW_BYTES = 64 << 10
 LAYOUT = layout_of(ROW_BYTES)
@@ -384,7 +384,7 @@ def num_open_files() -> int:
 
 async def bye_of(connection: socket.socket) -> str:
     reader, loop = messages.FrameReader(), asyncio.get_running_loop()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(SOON_S):
         while True:
             data = await loop.sock_recv(connection, 1 << 20)
             assert data, "the end, and no Bye"
@@ -534,7 +534,7 @@ async def test_one_bad_sector_is_one_chunk(tmp_path: Path, rows: Rows) -> None:
         # It is removed, so that it can be stored again.
         await until(lambda: keeper.stats.volumes[0].state.num_chunks == 15)
         io.choose = lambda operation, path: None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             while (await a.store([5])).num_bytes != ROW_BYTES:  # refused while its file is being put aside
                 pass
         await a.sees([5])
@@ -574,7 +574,7 @@ async def test_writes_that_fail_lose_no_job(tmp_path: Path, rows: Rows, error: i
         assert a.holds(there)
         io.choose = lambda operation, path: None
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             while not (await a.store([140])).succeeded:  # tried again by itself, now and then
                 pass
         assert keeper.stats.volumes[0].write_breaker is BreakerState.CLOSED

@@ -25,7 +25,7 @@ from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
 from support.link_peers import TRANSPORTS, Firehose, Transport, request, serving, simulated
 from support.tcp_relay import TcpRelay
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -75,7 +75,7 @@ async def linked(member: Member, config: WorkerConfig = WorkerConfig()) -> Async
     try:
         yield link
     finally:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             await link.close()
 
 
@@ -475,7 +475,7 @@ async def test_close_ends_requests_and_returns_while_messages_come(transport: Tr
         await until(lambda: link.usable)
         remote = Sent(link, request(max_tokens=5000))
         await remote.begin()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             await link.close()
         with pytest.raises(WorkerLost, match="closed"):
             await finish(remote)

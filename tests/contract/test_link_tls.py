@@ -15,7 +15,7 @@ from kvferry.engine.base import EngineOutput, FinishReason
 from kvferry.link.worker_link import WorkerLink
 from kvferry.worker.server import WorkerServer
 from support.link_peers import TRANSPORTS, Transport, member_of, request, serving, simulated
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -59,7 +59,7 @@ async def test_a_request_over_mutual_tls(files: Files, transport: Transport) -> 
             assert last.finish_reason is FinishReason.LENGTH
             assert sum(len(output.token_ids) for output in outputs) == 300
         finally:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(SOON_S):
                 await link.close()
         await until(lambda: not worker.sessions)
 

@@ -29,8 +29,7 @@ from kvferry.membership.base import (
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.retry import RetryPolicy
-
-DEADLINE_S = 20.0
+from support.waiting import SOON_S
 
 
 def member(name: str = "one", *, kind: MemberKind = MemberKind.PREFILL, version: str = "1") -> Member:
@@ -40,7 +39,7 @@ def member(name: str = "one", *, kind: MemberKind = MemberKind.PREFILL, version:
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         while not await holds():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -58,7 +57,7 @@ class Follower:
         self.members: dict[tuple[MemberKind, MemberId], Member] = {}
 
     async def next(self) -> MemberChange:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(SOON_S):
             change = await anext(self.watch)
         self.take(change)
         return change
@@ -344,7 +343,7 @@ async def test_an_outage_refuses_calls_and_silences_watches(site: Site) -> None:
         with pytest.raises(UnavailableError):
             await membership.register(member("new"))
         assert not waiting.done()
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         first = await waiting
     assert isinstance(first, Snapshot)
     follower.take(first)
@@ -369,7 +368,7 @@ async def test_an_outage_longer_than_the_lease_fences_and_heals_by_itself(short_
         await eventually(fenced)
         assert not waiting.done(), "the last known members stay"
     await eventually(healed)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         follower.take(await waiting)
     assert isinstance(follower.changes[-1], Snapshot)
     await follower.until_members(member())
@@ -402,7 +401,7 @@ async def test_a_watch_that_starts_in_an_outage_begins_with_a_snapshot(site: Sit
     waiting = asyncio.create_task(anext(watch))
     async with site.outage():
         await asyncio.sleep(0)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         assert isinstance(await waiting, Snapshot)
 
 

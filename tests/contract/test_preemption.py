@@ -13,7 +13,7 @@ from kvferry import config as configuration
 from kvferry.config import ClusterConfig
 from kvferry.engine.sim import Faults, SimEngine
 from kvferry.gateway.asgi import EXPLAIN_PATH
-from support.waiting import until
+from support.waiting import PATIENCE_S, SOON_S, until
 
 NUM_SLOTS = 4  # of each of two decode workers
 NUM_TOKENS = 150
@@ -39,7 +39,7 @@ class Tenant:
         self._http = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{cluster.gateways[0].port}",
             headers={"authorization": f"Bearer {key}"},
-            timeout=60,
+            timeout=PATIENCE_S,
         )
 
     async def close(self) -> None:
@@ -78,7 +78,7 @@ async def tenants_of(cluster: Cluster, *names: str) -> list[Tenant]:
     for name in names:
         await cluster.admin.create(name)
         tenants.append(Tenant(cluster, await cluster.admin.add_key(name, "test")))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             while not await tenants[-1].is_known():  # noqa: ASYNC110 - gateways hear of a key a moment later
                 await asyncio.sleep(0.01)
     return tenants

@@ -17,8 +17,7 @@ from kvferry.membership.base import Membership, RecordChange, RecordChanged, Rec
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.retry import RetryPolicy
-
-DEADLINE_S = 20.0
+from support.waiting import SOON_S
 
 
 class Site:
@@ -75,7 +74,7 @@ async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
 
 
 async def following(watch: AsyncIterator[RecordChange]) -> RecordChange:
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         return await anext(watch)
 
 
@@ -150,7 +149,7 @@ async def test_an_outage_refuses_calls_and_a_watch_goes_on_after_it(site: Site) 
             await store.read("tenants/a")
         with pytest.raises(UnavailableError):
             await store.write("tenants/a", b"2", 0)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         while True:
             try:
                 assert await store.write("tenants/b", b"1", 0)

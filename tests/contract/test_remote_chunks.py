@@ -36,7 +36,7 @@ from kvferry.wire.v1 import keeper_pb2_grpc, worker_pb2
 from support.tier_keeper import Engine, SwitchableIo, engine
 from support.tier_node import FolderMembership, NodeProcess, hosting, node_config
 from support.tier_rows import Rows, key_of, layout_of, rows_of
-from support.waiting import until
+from support.waiting import PATIENCE_S, SOON_S, until
 
 ROW_BYTES = 256 << 10
 LAYOUT = layout_of(ROW_BYTES)
@@ -103,7 +103,7 @@ async def test_two_processes(tmp_path: Path, rows: Rows) -> None:
                 assert set(done.failed.values()) <= {Cause.UNAVAILABLE, Cause.TIMEOUT}
                 return len(done.succeeded) == len(CHUNKS)
 
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 while not await load():
                     pass
             assert reader.holds(CHUNKS)
@@ -119,7 +119,7 @@ async def test_two_processes(tmp_path: Path, rows: Rows) -> None:
             assert time.monotonic() - begin_s < 5
             # And comes back: another process, another agent, the same volume.
             b.start()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 while not await load(4):
                     pass
             assert reader.holds(CHUNKS, 4)
@@ -149,7 +149,7 @@ async def test_a_lender_that_is_stopped_delays_and_wrongs_nobody(tmp_path: Path,
             assert set(done.failed.values()) == {Cause.UNAVAILABLE}
             assert done.seconds < 20
             os.kill(b.member.pid, signal.SIGCONT)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(SOON_S):
                 while not (await reader.load(CHUNKS, volumes=on(b.volume_id))).succeeded:
                     pass
     finally:

@@ -18,6 +18,7 @@ from kvferry import __version__, model_folder
 from kvferry import config as configuration
 from support.chart import chart_rules, helm_check, newest_helm, one, rendering, write_values
 from support.kuberay_model import written_back
+from support.waiting import PATIENCE_S
 
 merged = helm_check.merged
 
@@ -1294,7 +1295,7 @@ def run_container(
 
     command = [*container["command"], *container.get("args", [])]
     environ = {"PATH": f"{path}:/usr/bin:/bin"}
-    return subprocess.run(command, env=environ, preexec_fn=limit, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, env=environ, preexec_fn=limit, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def test_a_node_that_limits_locked_memory_is_refused_for_rdma() -> None:

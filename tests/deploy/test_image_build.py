@@ -33,7 +33,7 @@ SERVE = """
         subprocess.run(["kvferry", "up", *options, "--http-port", port, "--grpc-port", "0"], check=True)
         request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", model,
             {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             answer = json.load(response)
         print("ANSWER " + json.dumps([os.getuid(), answer["choices"][0]["message"]["content"], answer["usage"]]))
     finally:

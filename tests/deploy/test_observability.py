@@ -16,6 +16,7 @@ import yaml
 
 from kvferry.telemetry import CATALOGUE, IDENTITY, Kind
 from support.chart import helm_check, newest_helm, one, write_values
+from support.waiting import PATIENCE_S
 
 ALERTS = yaml.safe_load((helm_check.CHART / "files" / "alerts.yaml").read_text())
 RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
@@ -262,7 +263,7 @@ def test_alerts_fire_when_they_should_and_not_before(
     whole = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [case]}
     (tmp_path / "test.yaml").write_text(yaml.safe_dump(whole))
     checked = subprocess.run(
-        [promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -289,6 +290,6 @@ def test_gateways_that_are_all_away_are_noticed(tmp_path: Path) -> None:
     whole = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [case]}
     (tmp_path / "test.yaml").write_text(yaml.safe_dump(whole))
     checked = subprocess.run(
-        [promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -15,8 +15,8 @@ from kvferry import config as configuration
 from kvferry.addresses import free_port
 from kvferry.cli import main
 from support.chart import newest_helm, one, write_values
-from support.local_machine import wait_until
 from support.ray_cluster import a_ray_cluster
+from support.waiting import wait_until
 
 
 def emitted(*words: str) -> Any:
@@ -76,7 +76,7 @@ def test_an_emitted_serve_file_starts_on_a_local_ray(tmp_path: Path) -> None:
                 assert application is None or application["status"] != "DEPLOY_FAILED", application["message"]
                 return application is not None and application["status"] == "RUNNING"
 
-            wait_until(runs, timeout_s=120, what="the application")
+            wait_until(runs, what="the application")
             assert {name: len(ray.running(name)) for name in ("PrefillWorker", "DecodeWorker", "Gateway")} == {
                 "PrefillWorker": 1, "DecodeWorker": 1, "Gateway": 1,
             }  # fmt: skip

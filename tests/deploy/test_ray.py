@@ -35,13 +35,12 @@ from kvferry.inference.v1.inference_pb2_grpc import InferenceStub
 from support.chart import newest_helm, one, write_values
 from support.fake_api_server import write_kubeconfig
 from support.kuberay_model import Model, serving
-from support.local_machine import wait_until
 from support.ray_cluster import RayCluster, a_ray_cluster
+from support.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.cluster]
 
 MODEL = "sim-model"
-SETTLE_S = 150
 
 
 @dataclass
@@ -125,7 +124,7 @@ def url(port: int) -> str:
 def ask(site: Site, port: int, *, max_tokens: int = 4, model: str = MODEL) -> str:
     body = {"model": model, "prompt": "A ferry carries", "max_tokens": max_tokens, "temperature": 0}
     headers = {"authorization": site.authorization}
-    answer = httpx.post(f"{url(port)}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
+    answer = httpx.post(f"{url(port)}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S, trust_env=False)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
     return text
@@ -136,7 +135,7 @@ def ask_grpc(site: Site, port: int, *, max_tokens: int = 4) -> str:
     request = pb.GenerateRequest(model=MODEL, text="A ferry carries", sampling=sampling)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         answer = InferenceStub(channel).Generate(
-            request, timeout=60, metadata=[("authorization", site.authorization)], wait_for_ready=True
+            request, timeout=PATIENCE_S, metadata=[("authorization", site.authorization)], wait_for_ready=True
         )
     return "".join(each.text for each in answer.answers)
 
@@ -167,7 +166,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         command = container["command"] + [
             site.local(each).replace("etc/etcd-root/", "etc/etcd/") for each in container["args"]
         ]
-        done = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [sys.executable, *command[1:]], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
         assert done.returncode == 0, done.stderr + (site.folder / "etcd.log").read_text()[-2000:]
         # What its probes ask, which holds no certificate.
         assert httpx.get(f"{url(site.etcd_ports['2381'])}/health", trust_env=False).json()["health"] == "true"
@@ -190,7 +191,7 @@ def deploy(ray: RayCluster, site: Site, prefill: int, decode: int) -> None:
     ray.run("serve", "deploy", str(site.serve_file(service["spec"]["serveConfigV2"])), "-a", ray.dashboard)
 
 
-def settle(ray: RayCluster, *, timeout_s: float = SETTLE_S, **counts: int) -> dict[str, dict[str, int]]:
+def settle(ray: RayCluster, **counts: int) -> dict[str, dict[str, int]]:
     """Wait until so many replicas run and nothing else; returns their processes by deployment and replica."""
     running: dict[str, dict[str, int]] = {}
 
@@ -207,7 +208,7 @@ def settle(ray: RayCluster, *, timeout_s: float = SETTLE_S, **counts: int) -> di
             and sum(map(len, states)) == sum(counts.values())
         )
 
-    wait_until(settled, timeout_s=timeout_s, what=f"{counts} replicas")
+    wait_until(settled, what=f"{counts} replicas")
     return running
 
 
@@ -228,7 +229,7 @@ class Load:
     async def _run(self) -> None:
         limits = httpx.Limits(max_connections=None)
         headers = {"authorization": self.site.authorization}
-        async with httpx.AsyncClient(headers=headers, timeout=60, trust_env=False, limits=limits) as client:
+        async with httpx.AsyncClient(headers=headers, timeout=PATIENCE_S, trust_env=False, limits=limits) as client:
             await asyncio.gather(*(self._stream(client, number) for number in range(self.num_streams)))
 
     async def _stream(self, client: httpx.AsyncClient, number: int) -> None:
@@ -276,7 +277,6 @@ def test_the_rendered_application_serves_both_protocols_to_who_has_a_key(ray: Ra
     settle(ray, PrefillWorker=1, DecodeWorker=1, Gateway=1)
     wait_until(
         lambda: httpx.get(f"{url(site.http_port)}/readyz", trust_env=False).status_code == 200,
-        timeout_s=30,
         what="readiness",
     )
     refused = httpx.post(f"{url(site.http_port)}/v1/completions", json={"model": MODEL, "prompt": "x"}, trust_env=False)
@@ -288,12 +288,12 @@ def test_counts_change_under_load_and_nothing_else_does(ray: RayCluster, site: S
     deploy(ray, site, 1, 1)
     before = settle(ray, PrefillWorker=1, DecodeWorker=1, Gateway=1)
     with loaded(site) as load:
-        wait_until(lambda: load.num_done >= 8, timeout_s=60, what="streams")
+        wait_until(lambda: load.num_done >= 8, what="streams")
         deploy(ray, site, 2, 3)
         more = settle(ray, PrefillWorker=2, DecodeWorker=3, Gateway=1)
         expected = members(site)
         assert len(expected) == 5, expected
-        wait_until(lambda: load.num_done >= 40, timeout_s=60, what="streams on all workers")
+        wait_until(lambda: load.num_done >= 40, what="streams on all workers")
         deploy(ray, site, 1, 1)
         fewer = settle(ray, PrefillWorker=1, DecodeWorker=1, Gateway=1)
     assert load.failures == []
@@ -335,7 +335,7 @@ def settle_models(ray: RayCluster, **counts: int) -> dict[str, dict[str, int]]:
             and {name: len(found) for name, found in running.items()} == wanted
         )
 
-    wait_until(settled, timeout_s=SETTLE_S, what=f"{wanted} replicas")
+    wait_until(settled, what=f"{wanted} replicas")
     return running
 
 
@@ -351,10 +351,10 @@ def test_one_model_of_several_changes_under_load_and_no_other_does(ray: RayClust
             body = {"model": model, "prompt": "x", "max_tokens": 2}
             headers = {"authorization": site.authorization}
             where = f"{url(site.http_port)}/v1/completions"
-            return httpx.post(where, json=body, headers=headers, timeout=60, trust_env=False).status_code == 200
+            return httpx.post(where, json=body, headers=headers, timeout=PATIENCE_S, trust_env=False).status_code == 200
 
         for model in models:
-            wait_until(lambda model=model: answered(model), timeout_s=60, what=f"an answer of {model}")
+            wait_until(lambda model=model: answered(model), what=f"an answer of {model}")
 
     deploy_models(ray, site, alpha, beta)
     before = settle_models(ray, **default, **of_alpha, **of_beta)
@@ -411,19 +411,19 @@ def test_a_gateway_of_its_own_serves_the_same_workers_and_drains(ray: RayCluster
             assert process.poll() is None, process.communicate()[1]
             return False
 
-        wait_until(ready, timeout_s=60, what="the gateway")
+        wait_until(ready, what="the gateway")
         assert ask(own, own.http_port) == ask_grpc(own, own.grpc_port) == ask(site, site.http_port)
 
         # Told to end, it finishes what it has.
         headers = {"authorization": own.authorization}
         body = {"model": MODEL, "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
         where = f"{url(own.http_port)}/v1/completions"
-        with httpx.stream("POST", where, json=body, headers=headers, timeout=60, trust_env=False) as answer:
+        with httpx.stream("POST", where, json=body, headers=headers, timeout=PATIENCE_S, trust_env=False) as answer:
             lines = answer.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
     finally:
         process.kill()
         process.communicate()
@@ -448,10 +448,10 @@ def a_rollout(site: Site, rendered: list[dict[str, Any]], server: str) -> Iterat
     try:
         for probe in ("startupProbe", "livenessProbe"):
             asked = functools.partial(subprocess.run, local(container[probe]["exec"]["command"]), capture_output=True)
-            wait_until(lambda ask=asked: ask().returncode == 0, timeout_s=60, what=probe)
+            wait_until(lambda ask=asked: ask().returncode == 0, what=probe)
         yield state
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
     finally:
         process.kill()
         said = process.communicate()[1]
@@ -472,15 +472,13 @@ def test_a_rollout_waits_for_the_workers_that_are_registered(ray: RayCluster, si
         before, after = site.render(site.values(1, 2)), site.render(site.values(1, 3))
         model.apply(one(before, "RayService"))
         with a_rollout(site, before, server) as state:
-            wait_until(lambda: is_done(state), timeout_s=60, what="the rollout")
+            wait_until(lambda: is_done(state), what="the rollout")
         model.apply(one(after, "RayService"))
         with a_rollout(site, after, server) as state:
             missing = ("Waiting", "decode: 2 of 3 workers are registered")
-            wait_until(
-                lambda: not is_done(state) and missing in model.events, timeout_s=60, what="a rollout that waits"
-            )
+            wait_until(lambda: not is_done(state) and missing in model.events, what="a rollout that waits")
             deploy(ray, site, 1, 3)
-            wait_until(lambda: is_done(state), timeout_s=60, what="the rollout of three")
+            wait_until(lambda: is_done(state), what="the rollout of three")
     assert sum(pod.group == "decode" for pod in model.pods) == 3
 
 
@@ -508,7 +506,7 @@ def test_what_is_wrong_with_arguments_is_said(ray: RayCluster, site: Site) -> No
         application = ray.application()
         return application is not None and application["status"] == "DEPLOY_FAILED"
 
-    wait_until(failed, timeout_s=60, what="the refusal")
+    wait_until(failed, what="the refusal")
     application = ray.application()
     assert application is not None
     assert "engine.blok_size: unknown key (value 16); did you mean 'block_size'?" in application["message"]
@@ -529,7 +527,7 @@ def test_replicas_wait_for_a_model_that_a_job_fills(ray: RayCluster, site: Site)
         states = [replica["state"] for each in deployments for replica in each["replicas"]]
         return "STARTING" in states and "STOPPING" not in states
 
-    wait_until(starting, timeout_s=60, what="a replica that starts")
+    wait_until(starting, what="a replica that starts")
     application = ray.application()
     assert application is not None
     assert application["status"] == "DEPLOYING"
@@ -567,7 +565,7 @@ def test_a_job_deploys_changes_counts_and_deletes(ray: RayCluster, site: Site) -
     for deployment, replicas in before.items():
         assert replicas.items() <= after[deployment].items()
     ray.run(*command, "delete", "--ray-address", ray.address)
-    wait_until(lambda: ray.application() is None, timeout_s=60, what="the end of the application")
+    wait_until(lambda: ray.application() is None, what="the end of the application")
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url(site.http_port)}/healthz", trust_env=False)
 
@@ -584,10 +582,9 @@ def test_real_engines_answer_over_both_protocols(ray: RayCluster, site: Site) ->
     values["model"] = {"volume": {"hostPath": folder, "mountPath": folder}}
     service = one(site.render(values), "RayService")
     ray.run("serve", "deploy", str(site.serve_file(service["spec"]["serveConfigV2"])), "-a", ray.dashboard)
-    settle(ray, timeout_s=300, PrefillWorker=1, DecodeWorker=1, Gateway=1)
+    settle(ray, PrefillWorker=1, DecodeWorker=1, Gateway=1)
     wait_until(
         lambda: len(members(site)) == 2,
-        timeout_s=60,
         what="both workers at the gateway",
     )
     text = ask(site, site.http_port, max_tokens=8)

@@ -18,7 +18,7 @@ from kvferry_loadtest.http_client import Endpoint
 from kvferry_loadtest.openai_api import OpenAiApi
 from kvferry_loadtest.plan import AnswerOf, Message, Plan, PlannedRequest, RequestId, Segment
 from kvferry_loadtest.record import Outcome, Record
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 HELLO = (Message("user", (Segment("hello", 4),)),)
 
@@ -55,7 +55,7 @@ async def run(
 ) -> list[Record]:
     client = OpenAiApi(Endpoint(f"127.0.0.1:{server.port}"))
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             return await Engine(plan, [client], sampling, loop_kind=loop_kind, **values).run(after_warmup)
     finally:
         await client.close()

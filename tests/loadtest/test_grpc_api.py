@@ -16,7 +16,7 @@ from kvferry_loadtest.plan import AnswerOf, Message, Plan, PlannedRequest, Reque
 from kvferry_loadtest.record import Outcome, Record
 from kvferry_loadtest.run import apis_of, look_at
 from kvferry_loadtest.wire import inference_pb2 as pb
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 SAMPLING = Sampling(model="fake")
 
@@ -55,7 +55,7 @@ def planned(*requests: dict[str, Any]) -> Plan:
 async def run(url: str, plan: Plan, sampling: Sampling = SAMPLING, **values: Any) -> list[Record]:
     api = GrpcApi(url)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             return await Engine(plan, [api], sampling, loop_kind="open", **values).run()
     finally:
         await api.close()

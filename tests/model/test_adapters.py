@@ -40,7 +40,7 @@ from support.all_models import only_with_all_models
 from support.lora_adapters import make_adapter, merged_answer
 from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
@@ -116,7 +116,7 @@ class World:
         )
         tokens: list[int] = []
         last = EngineOutput((), "")
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE_S):
             async for last in engine.generate(request):
                 tokens += last.token_ids
         return tokens, last

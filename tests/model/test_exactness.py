@@ -25,7 +25,7 @@ from kvferry.engine.base import (
     Sampling,
 )
 from kvferry.errors import EngineError, InvalidRequest
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 pytestmark = [
     pytest.mark.model,
@@ -174,7 +174,7 @@ async def test_a_pull_that_cannot_be_done_is_recomputed_exactly(vllm_pair: VllmP
     transfer = dict(kept)
     transfer["remote_engine_id"] = "0" * 32
     transfer["remote_port"] = 1  # nobody listens there
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(PATIENCE_S):
         tokens, last = await answer(
             vllm_pair.decode,
             EngineRequest(RequestId("lost"), prompt, greedy, transfer_params=transfer, cache_salt="lost"),

@@ -44,7 +44,7 @@ from kvferry.tenancy.terms import EngineTerms, TierTerms
 from kvferry.worker.page_mirror import PageMirror
 from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
@@ -85,7 +85,7 @@ async def run(engine: Engine, prompt: Sequence[int], **values: object) -> tuple[
     values = {"cache_salt": SALT, "tier": ACME} | values
     tokens: list[int] = []
     last = EngineOutput((), "")
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(PATIENCE_S):
         async for last in engine.generate(
             EngineRequest(RequestId(f"r{next(_fresh)}"), prompt, GREEDY, **values)  # type: ignore[arg-type]
         ):
@@ -414,7 +414,7 @@ async def test_stopping_an_engine_that_was_killed_ends_its_requests(elsewhere: E
             begun.set()
 
     reading = asyncio.create_task(read())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await begun.wait()
         for pid in {worker.pid, core_of(engine)}:
             os.kill(pid, signal.SIGKILL)

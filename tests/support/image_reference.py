@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support.waiting import PATIENCE_S
+
 MAX_MODEL_LEN = 2048
 
 
@@ -21,7 +23,7 @@ def ask(module: str, model_folder: Path, scratch: Path) -> dict[str, Any]:
     file = scratch / f"{module.rpartition('.')[2]}.json"
     command = [sys.executable, "-m", module, str(model_folder), str(file)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     if done.returncode:
         raise RuntimeError(f"the reference engine failed: {done.stderr[-4000:]}")
     values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -11,19 +11,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from kvferry.local.processes import ProcessIdentity, belonging, end_all, wait_gone
+from kvferry.local.processes import ProcessIdentity, belonging, end_all
 from kvferry.local.run_folder import RunFolder, run_folder
 from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile
-
-UP_TIMEOUT_S = 480
-DOWN_TIMEOUT_S = 90
+from support.waiting import PATIENCE_S, wait_until
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Machine:
             "--grpc-port",
             "0",
             "--timeout",
-            str(UP_TIMEOUT_S),
+            str(PATIENCE_S),
         )
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
@@ -65,10 +62,10 @@ class Machine:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
-    def run(self, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments)
         try:
-            out, err = process.communicate(timeout=timeout_s)
+            out, err = process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             # Asked first: an `up` that is killed outright leaves its cluster to the fixture.
             process.terminate()
@@ -77,10 +74,10 @@ class Machine:
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     def up(self, *more: str) -> subprocess.CompletedProcess[str]:
-        return self.run(*self.up_arguments, *more, timeout_s=UP_TIMEOUT_S + 120)
+        return self.run(*self.up_arguments, *more)
 
     def down(self) -> subprocess.CompletedProcess[str]:
-        return self.run("down", timeout_s=DOWN_TIMEOUT_S)
+        return self.run("down")
 
     def processes(self) -> tuple[ProcessIdentity, ...]:
         return belonging(self.folder.marks())
@@ -99,13 +96,6 @@ def a_machine(engine: str) -> Iterator[Machine]:
             machine.down()
         end_all(machine.folder.marks(), grace_s=0)
         shutil.rmtree(root, ignore_errors=True)
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
 
 
 def listening_ports(processes: tuple[ProcessIdentity, ...]) -> dict[int, str]:
@@ -157,9 +147,9 @@ def shm_files() -> set[SharedMemoryFile]:
 
 
 def kill_everything(machine: Machine) -> None:
-    deadline = time.monotonic() + 60
-    while processes := machine.processes():
-        assert time.monotonic() < deadline
-        for process in processes:
+    def all_ended() -> bool:
+        for process in machine.processes():
             process.send(signal.SIGKILL)
-        wait_gone(processes, timeout_s=10)
+        return not machine.processes()
+
+    wait_until(all_ended, what="all processes of the cluster have ended")

@@ -19,6 +19,7 @@ import yaml
 
 from kvferry.addresses import free_port
 from kvferry.model_folder import cache_folder
+from support.waiting import PATIENCE_S
 
 START_TIMEOUT_S = 30.0
 FETCH_TIMEOUT_S = 60.0
@@ -120,7 +121,7 @@ class PrometheusServer:
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The samples of an instant query: `metric` (labels) and `value` (time, text)."""
-        answer = httpx.get(f"{self._url}/api/v1/query", params={"query": expression}, timeout=10).json()
+        answer = httpx.get(f"{self._url}/api/v1/query", params={"query": expression}, timeout=PATIENCE_S).json()
         assert answer["status"] == "success", answer
         assert answer["data"]["resultType"] == "vector"
         result: list[dict[str, Any]] = answer["data"]["result"]
@@ -134,7 +135,7 @@ class PrometheusServer:
 
     def metadata(self) -> dict[str, dict[str, str]]:
         """Name -> type, help and unit, as the targets say."""
-        answer = httpx.get(f"{self._url}/api/v1/metadata", timeout=10).json()
+        answer = httpx.get(f"{self._url}/api/v1/metadata", timeout=PATIENCE_S).json()
         return {name: entries[0] for name, entries in answer["data"].items()}
 
     @property

@@ -20,9 +20,7 @@ from kvferry.addresses import free_port
 from kvferry.local.processes import end_all
 from kvferry.local.ray_process import ray_environment
 from kvferry.local.run_folder import RunFolder
-
-START_TIMEOUT_S = 180
-COMMAND_TIMEOUT_S = 180
+from support.waiting import PATIENCE_S
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class RayCluster:
     def dashboard(self) -> str:
         return f"http://127.0.0.1:{self.dashboard_port}"
 
-    def run(self, *command: str, check: bool = True, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+    def run(self, *command: str, check: bool = True) -> str:
         """Run a program of this environment beside the cluster; returns all it printed."""
         program = Path(sys.executable).parent / command[0]
         result = subprocess.run(
@@ -53,7 +51,7 @@ class RayCluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout_s,
+            timeout=PATIENCE_S,
             check=False,
         )
         assert not check or result.returncode == 0, f"{command}: {result.returncode}\n{result.stdout}"
@@ -65,7 +63,7 @@ class RayCluster:
         answer = httpx.get(
             f"{self.dashboard}/api/serve/applications/",
             headers={"Authorization": f"Bearer {token}"},
-            timeout=30,
+            timeout=PATIENCE_S,
             trust_env=False,
         )
         answer.raise_for_status()
@@ -110,7 +108,6 @@ def a_ray_cluster(
             *(f"--ray-client-server-port={client_port}", "--min-worker-port=0", "--max-worker-port=0"),
             *(f"--num-cpus={num_cpus}", "--num-gpus=0", f"--resources={json.dumps(dict(resources or {}))}"),
             *("--object-store-memory=134217728", f"--temp-dir={folder.ray}", "--disable-usage-stats"),
-            timeout_s=START_TIMEOUT_S,
         )
         yield cluster
     finally:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from kvferry.collector import THRESHOLDS
+from support.waiting import PATIENCE_S
 
 PROGRAM = """
 import gc, json, weakref
@@ -30,7 +31,9 @@ print(json.dumps([gc.get_threshold(), num_frozen, before() is None, after() is N
 
 
 def test_what_is_loaded_is_left_out_of_collections_and_later_garbage_is_not() -> None:
-    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
     thresholds, num_frozen, was_collected, is_collected, num_seen = json.loads(ran.stdout)
     assert thresholds == list(THRESHOLDS)
     assert num_frozen > 5_000 > num_seen

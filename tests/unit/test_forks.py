@@ -30,10 +30,9 @@ from kvferry.engine.forks import (
     frame,
     run_in_fork,
 )
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 MEMORY_BYTES = 64 << 20
-PLENTY_S = 250.0  # for what hangs
 
 # As multiprocessing starts engines: without vfork, beside threads that are calling.
 PROGRAM = """
@@ -83,13 +82,13 @@ def test_children_reach_their_program_beside_calls_of_grpc(package: str) -> None
         [sys.executable, "-c", PROGRAM.format(package=package)],
         capture_output=True,
         text=True,
-        timeout=PLENTY_S,
+        timeout=PATIENCE_S,
         check=True,
     )
     assert ran.stdout == "[0]\n"
 
 
-def limits(cpu_s: float = PLENTY_S, wall_s: float = PLENTY_S) -> ForkLimits:
+def limits(cpu_s: float = PATIENCE_S, wall_s: float = PATIENCE_S) -> ForkLimits:
     return ForkLimits(cpu_s=cpu_s, wall_s=wall_s, memory_bytes=MEMORY_BYTES)
 
 
@@ -148,8 +147,8 @@ def test_one_fork_of_a_process_with_threads_ends_within_its_limits(
     payload: bytes, outcome: Outcome, reason: str
 ) -> None:
     num_threads = threading.active_count()
-    wall_s = 1.0 if payload == b"wait" else PLENTY_S
-    cpu_s = 0.3 if payload == b"loop" else PLENTY_S
+    wall_s = 1.0 if payload == b"wait" else PATIENCE_S
+    cpu_s = 0.3 if payload == b"loop" else PATIENCE_S
     verdict = run_in_fork(_end, payload, limits(cpu_s, wall_s))
     assert (verdict.outcome, verdict.reason) == (outcome, reason)
     assert verdict.result == (b"cba" if outcome is Outcome.OK else b"")
@@ -218,7 +217,7 @@ def _exhaust_memory(way: bytes) -> bytes:
 def test_a_fork_that_uses_all_memory_between_two_looks_and_crashes_says_so(
     way: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forks, "_LOOK_S", PLENTY_S)
+    monkeypatch.setattr(forks, "_LOOK_S", PATIENCE_S)
     assert run_in_fork(_exhaust_memory, way, limits()).outcome is Outcome.MEMORY
 
 
@@ -246,8 +245,8 @@ def test_forks_are_limited_while_the_other_end_reads_nothing(tmp_path: Path) -> 
         server = threading.Thread(target=ForkServer(theirs, _be_large_or_wait, limits(wall_s=1.0)).run)
         server.start()
         ours.sendall(frame(Asked(1, b"large")) + frame(Asked(2, str(begun).encode())))
-        wait_until(begun.exists, within_s=PLENTY_S)
-        wait_until(lambda: set(psutil.Process().children()) <= others, within_s=PLENTY_S)
+        wait_until(begun.exists)
+        wait_until(lambda: set(psutil.Process().children()) <= others)
         number_to_end = {}
         while len(number_to_end) < 3:
             length = int.from_bytes(answers.read(LENGTH_BYTES), "little")

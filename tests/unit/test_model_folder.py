@@ -14,6 +14,7 @@ from kvferry.errors import ConfigError
 from kvferry.model_folder import cache_folder, from_hub, main, resolve
 from support.child_imports import import_environment
 from support.hub_server import MODEL, hub_server
+from support.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ def test_a_gateway_fetches_no_weights_of_a_hub_model(tmp_path: Path, with_weight
             },
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -202,7 +203,7 @@ def test_files_above_a_limit_are_not_fetched(tmp_path: Path) -> None:
             env=import_environment() | environment | more,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
             check=True,
         )
         return done.stdout.strip()

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from kvferry import plain_yaml
+from support.waiting import PATIENCE_S
 
 
 def test_plain_values_are_loaded() -> None:
@@ -91,7 +92,9 @@ def test_no_depth_ends_the_process(content: str) -> None:
     code = (
         f"from kvferry import plain_yaml\ntry: plain_yaml.load(({content}).encode())\nexcept ValueError as e: print(e)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert result.stdout == "nested deeper than 16\n"
 
 

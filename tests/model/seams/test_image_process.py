@@ -32,7 +32,7 @@ from kvferry.engine.image_chats import AskedImage, ImageChat, ImageChats, Refuse
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from kvferry.gateway.lifecycle import build_renderer
-from support.waiting import PATIENCE_S, until
+from support.waiting import until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -393,7 +393,7 @@ async def test_texts_and_images_keep_the_template_that_the_gateway_read(folder: 
         pid = made._images._process.pid
         assert pid is not None
         psutil.Process(pid).kill()
-        await until(lambda: made._images._process._process.reading.done(), within_s=PATIENCE_S)  # type: ignore[union-attr]
+        await until(lambda: made._images._process._process.reading.done())  # type: ignore[union-attr]
         after = await made.render_chat(dict(text)), await render(made, FORMATS["png"])
         assert made._images._process.pid not in (pid, None)
     finally:

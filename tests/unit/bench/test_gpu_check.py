@@ -19,7 +19,7 @@ from bench.gpu_check import report, runner
 from bench.gpu_check.gpus import Gpu, NoGpu, parse
 from bench.gpu_check.parts import PARTS, TOTAL_LIMIT_S, Part, why_skipped
 from bench.gpu_check.runner import Outcome, run_all, run_part
-from support.waiting import until, wait_until
+from support.waiting import PATIENCE_S, until, wait_until
 from tools import gpu_check
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,7 +65,7 @@ def run_tool(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={"PATH": str(path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -309,7 +309,7 @@ async def test_an_interrupt_ends_the_part_that_runs(tmp_path: Path, num_interrup
     await until(lambda: "told" in log.read_text(), what="the part is told to go")
     for _ in range(1, num_interrupts):
         running.terminate()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         assert await running.wait() == 130
     # Killed, and perhaps not collected yet by the process that inherits it.
     await until(lambda: not any(_is_alive(child) for child in children), what="the part has ended")

@@ -29,7 +29,7 @@ from bench.isolation import (
 from bench.live_cluster import MODEL, Cluster, config_of, running
 from bench.raw_http import Connection, post_head, post_request
 from bench.results import BenchFailed
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 
 def good(due_s: float) -> Request:
@@ -108,7 +108,7 @@ async def key_of(cluster: Cluster, tenant: str) -> str:
     port = cluster.gateways[0].port
     request = post_request(port, PATH, key, {"model": MODEL, "prompt": "hi", "max_tokens": 1})
     with contextlib.closing(Connection(port)) as connection:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             # Gateways hear of a new key a moment later.
             while (await connection.exchange(request)).status != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -17,11 +17,10 @@ from kvferry.engine.fork_process import environment_of_process
 from kvferry.engine.forks import ForkLimits, ForkServer
 from kvferry.engine.grammar_checks import MAX_SPEC_BYTES, MAX_WAITING, STACK_BYTES, GrammarChecks
 from kvferry.errors import InvalidRequest, NotReady, Overloaded
-from support.waiting import until, until_async
+from support.waiting import PATIENCE_S, until, until_async
 
 COMMAND = [sys.executable, "-m", "tests.support.grammar_process"]
-PLENTY_S = 250.0  # for what hangs
-LIMITS = ForkLimits(cpu_s=0.3, wall_s=PLENTY_S, memory_bytes=256 << 20, stack_bytes=STACK_BYTES)
+LIMITS = ForkLimits(cpu_s=0.3, wall_s=PATIENCE_S, memory_bytes=256 << 20, stack_bytes=STACK_BYTES)
 # Is ready once there is the file that its first argument names, and uses CPU time until then.
 SLOW_START = """
 import os, pathlib, runpy, sys
@@ -38,7 +37,7 @@ def made(limits: ForkLimits = LIMITS, num_processes: int = 2) -> GrammarChecks:
 @pytest.fixture
 async def checks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GrammarChecks]:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
-    monkeypatch.setattr(fork_process, "_SLOW_START_S", PLENTY_S)
+    monkeypatch.setattr(fork_process, "_SLOW_START_S", PATIENCE_S)
     checks = made()
     yield checks
     await checks.close()
@@ -111,7 +110,7 @@ async def test_one_who_leaves_does_not_end_the_check_of_another(checks: GrammarC
 async def test_no_more_run_and_wait_than_are_allowed(checks: GrammarChecks) -> None:
     await checks.check("ok", param=None)
     held = [asyncio.create_task(checks.check(f"wait {i}", param=None)) for i in range(2 + MAX_WAITING)]
-    await until(lambda: len(forks_of(checks)) == 2, within_s=PLENTY_S)
+    await until(lambda: len(forks_of(checks)) == 2)
     with pytest.raises(Overloaded, match=f"{MAX_WAITING} grammars wait"):
         await checks.check("ok again", param=None)
     assert len(forks_of(checks)) == 2
@@ -172,11 +171,11 @@ async def test_a_slow_start_is_waited_for_and_requests_are_refused_meanwhile(
     async def has_used_cpu_time() -> bool:
         return await refused() > 0.1
 
-    await until_async(has_used_cpu_time, within_s=PLENTY_S)
+    await until_async(has_used_cpu_time)
     (record,) = caplog.records
     assert "has been starting" in record.getMessage()
     may_start.touch()
-    await until(lambda: slow._process.pid is not None, within_s=PLENTY_S)
+    await until(lambda: slow._process.pid is not None)
     await slow.check("ok", param=None)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     await slow.close()
@@ -222,13 +221,13 @@ async def test_a_fork_can_neither_answer_for_others_nor_write_a_log(checks: Gram
 async def test_forks_and_process_end_with_the_one_that_asks(checks: GrammarChecks) -> None:
     await checks.check("ok", param=None)
     held = asyncio.create_task(checks.check("wait", param=None))
-    await until(lambda: len(forks_of(checks)) == 1, within_s=PLENTY_S)
+    await until(lambda: len(forks_of(checks)) == 1)
     process = psutil.Process(pid_of(checks))
     (fork,) = forks_of(checks)
     assert checks._process._process is not None
     checks._process._process.writer.close()  # as the end of this process would
-    await until(lambda: not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE, within_s=PLENTY_S)
-    await until(lambda: process.status() == psutil.STATUS_ZOMBIE, within_s=PLENTY_S)
+    await until(lambda: not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE)
+    await until(lambda: process.status() == psutil.STATUS_ZOMBIE)
     with pytest.raises(NotReady):
         await held
 

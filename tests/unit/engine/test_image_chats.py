@@ -18,11 +18,10 @@ from kvferry.engine.fork_process import ForkProcess
 from kvferry.engine.forks import ForkLimits
 from kvferry.engine.image_chats import MAX_WAITING, ImageChats, image_identity
 from kvferry.errors import EngineError, InvalidRequest, NotReady, Overloaded
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 COMMAND = [sys.executable, "-m", "tests.support.image_process"]
-PLENTY_S = 250.0  # for what hangs
-LIMITS = ForkLimits(cpu_s=0.5, wall_s=PLENTY_S, memory_bytes=256 << 20)
+LIMITS = ForkLimits(cpu_s=0.5, wall_s=PATIENCE_S, memory_bytes=256 << 20)
 BODY = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
 
 
@@ -39,7 +38,7 @@ def made(limits: ForkLimits = LIMITS, *, cache_bytes: int = 1 << 20, max_prepare
 @pytest.fixture
 async def chats(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ImageChats]:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
-    monkeypatch.setattr(fork_process, "_SLOW_START_S", PLENTY_S)
+    monkeypatch.setattr(fork_process, "_SLOW_START_S", PATIENCE_S)
     chats = made()
     yield chats
     await chats.close()
@@ -153,7 +152,7 @@ async def test_no_more_run_and_wait_than_are_allowed(chats: ImageChats) -> None:
     await render(chats, "ok")
     held = [asyncio.create_task(render(chats, f"wait {i}")) for i in range(2 + MAX_WAITING)]
     pid = chats._process.pid
-    await until(lambda: len(psutil.Process(pid).children()) == 2, within_s=PLENTY_S)
+    await until(lambda: len(psutil.Process(pid).children()) == 2)
     with pytest.raises(Overloaded, match=f"{MAX_WAITING} chats with images wait"):
         await render(chats, "ok again")
     for task in held:
@@ -165,12 +164,12 @@ async def test_forks_of_clients_that_left_have_their_turns_to_the_end(chats: Ima
     await render(chats, "ok")
     process = psutil.Process(chats._process.pid)
     left = [asyncio.create_task(render(chats, f"wait {i}")) for i in range(2)]
-    await until(lambda: len(process.children()) == 2, within_s=PLENTY_S)
+    await until(lambda: len(process.children()) == 2)
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
     waiting = asyncio.create_task(render(chats, "ok again"))
-    await until(lambda: chats._turns.num_waiting == 1, within_s=PLENTY_S)
+    await until(lambda: chats._turns.num_waiting == 1)
     assert len(process.children()) == 2
     for fork in process.children():
         fork.kill()

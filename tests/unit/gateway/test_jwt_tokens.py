@@ -22,6 +22,7 @@ from kvferry.gateway import jwt_tokens
 from kvferry.gateway.access import Access
 from kvferry.gateway.jwt_tokens import MAX_JWKS_BYTES, MAX_TOKEN_CHARS, JwtTokens, read_jwks
 from kvferry.gateway.tenants import Tenant, Tenants
+from support.waiting import SOON_S
 
 ISSUER, AUDIENCE, NOW_S = "https://issuer.example", "kvferry", 2_000_000_000.0
 SECRET = bytes(range(32))
@@ -218,7 +219,7 @@ async def test_keys_come_from_a_url_and_stay_while_it_fails(monkeypatch: pytest.
     verifier = JwtTokens(config, transport=httpx.MockTransport(answer), now_unix_s=lambda: NOW_S)
     verifier.start()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SOON_S):
             while not verifier.have_keys:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert len(asked) == 6

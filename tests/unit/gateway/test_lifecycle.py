@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.collector import THRESHOLDS
 from kvferry.gateway.lifecycle import SWITCH_INTERVAL_S
+from support.waiting import PATIENCE_S
 
 PROGRAM = """
 import asyncio, gc, json, sys
@@ -33,7 +34,9 @@ asyncio.run(main())
 
 
 def test_a_gateway_sets_garbage_collection_and_the_switch_interval() -> None:
-    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
     before, after = json.loads(result.stdout)
     assert after["gc"] == list(THRESHOLDS) != before["gc"]
     assert after["switch_interval_s"] == pytest.approx(SWITCH_INTERVAL_S)

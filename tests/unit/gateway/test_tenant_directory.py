@@ -18,7 +18,7 @@ from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy import records
 from kvferry.tenancy.records import KeyRecord, TenantRecord
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 
 def digest(key: str) -> bytes:
@@ -197,7 +197,7 @@ async def test_changes_arrive_and_stay_during_an_outage() -> None:
     changed = asyncio.Event()
     directory = TenantDirectory(MemoryMembership(registry).records, on_change=changed.set)
     directory.follower.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(SOON_S):
         await changed.wait()
         assert directory.find(digest(key)) is not None
         with registry.outage():
@@ -232,7 +232,7 @@ async def test_a_lost_secret_is_written_again_and_another_one_is_said(caplog: py
         found = await store.read(SECRET_RECORD)
         assert found is not None
         await store.write(SECRET_RECORD, None, found.revision)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             while (found := await store.read(SECRET_RECORD)) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert found.value == secret

@@ -26,7 +26,7 @@ from kvferry.gateway.uvicorn_connection import (
     HttpProtocol,
     exchange_of,
 )
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -203,7 +203,7 @@ async def test_the_request_in_service_hears_of_a_lost_connection_though_another_
         writer.write(REQUEST * 2)
         await began.wait()
         writer.transport.abort()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             await lost.wait()
 
 
@@ -231,7 +231,7 @@ async def test_a_client_that_leaves_within_its_next_request_is_noticed(
         await until(lambda: protocols[0].cycle is not first or protocols[0]._is_refused)
         writer.transport.abort()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(SOON_S):
                 await lost.wait()
         finally:
             lost.set()
@@ -254,7 +254,7 @@ async def test_requests_that_wait_count_their_bytes_until_their_turn() -> None:
         writer.write(head() + large * 2)
         await until(lambda: app.is_refused)
         app.released.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             answers = await reader.read()
         writer.transport.abort()
     assert answers.count(b"HTTP/1.1 200") == len(app.scopes) == 8
@@ -281,7 +281,7 @@ async def test_a_client_that_does_not_read_is_seen_and_can_be_cut() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(REQUEST)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SOON_S):
             await lost.wait()
         assert exchanges[0].num_unread_bytes() >= 0
         writer.transport.abort()
@@ -342,7 +342,7 @@ async def exchanged(port: int, *pieces: bytes) -> bytes:
         for piece in pieces:
             writer.write(piece)
             await asyncio.sleep(0.001)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             while data := await reader.read(1 << 16):
                 answer += data
                 if answer.endswith((b"ok", b"}}")):
@@ -398,7 +398,7 @@ async def test_a_head_of_many_megabytes_is_read_no_further_than_its_limit() -> N
     async with serving(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nx: " + b"a" * (24 << 20))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             assert (await reader.read(1 << 16)).startswith(b"HTTP/1.1 431")
         writer.transport.abort()
     assert not app.scopes
@@ -420,7 +420,7 @@ async def exchanged_after_one(port: int, piece: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(head())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             while not (await reader.read(1 << 16)).endswith(b"ok"):
                 pass
             writer.write(piece)
@@ -508,7 +508,7 @@ async def test_a_bad_request_does_not_cut_the_answers_before_it(behind: bytes, n
         writer.write(head() * num_whole + behind)
         await until(lambda: app.is_refused)
         app.released.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             answer = await reader.read()
         writer.transport.abort()
     assert answer.count(b"HTTP/1.1 200") == len(app.scopes) == num_whole
@@ -524,7 +524,7 @@ async def test_a_bad_head_does_not_cut_a_request_that_was_promised_an_interim_an
         )
         await until(lambda: app.is_refused)
         app.released.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             answer = await reader.read()
         writer.transport.abort()
     assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
@@ -556,7 +556,7 @@ async def test_requests_that_wait_on_one_connection_have_a_limit() -> None:
         writer.write(head() * 1000)
         await until(lambda: app.is_refused)
         app.released.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             answer = await reader.read()
         writer.transport.abort()
     assert answer.count(b"HTTP/1.1 200") == len(app.scopes) == 1 + uvicorn_connection.MAX_PIPELINED
@@ -588,7 +588,7 @@ async def test_one_address_does_not_use_up_the_connections_of_all() -> None:
         await until(lambda: limits.num_open == 2)
         other = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
         other[1].write(head())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             assert (await other[0].read(1 << 16)).startswith(b"HTTP/1.1 200")
         for _, writer in [*held, other]:
             writer.transport.abort()

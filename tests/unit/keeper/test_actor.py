@@ -12,7 +12,7 @@ from kvferry.keeper import actor
 from kvferry.keeper.actor import KeeperActor
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from support.tier_node import node_config
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 
 async def test_it_says_why_it_cannot_be_made_and_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +31,7 @@ async def test_it_says_why_it_cannot_be_made_and_tries_again(tmp_path: Path, mon
         end_actor=lambda: None,
     )
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             fault = await keeper.started()
         assert str(file) in fault
         assert "chmod 600" in fault

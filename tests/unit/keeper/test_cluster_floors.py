@@ -26,7 +26,7 @@ from kvferry.tenancy.records import FLOORS, MAX_RECORD_BYTES
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config
 from support.tier_rows import layout_of, rows_of
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 PARTS = {"a": 0.5}
 ACME, BETA = Namespace("acme"), Namespace("beta")
@@ -149,7 +149,7 @@ async def test_without_the_registry_floors_become_even(volume: Volume) -> None:
     registry, clock = MemoryRegistry(), Clock()
     floors = ClusterFloors(MemoryMembership(registry).records, "n", clock)
     with registry.outage():
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SOON_S):
             await floors.step(PARTS, [volume], nothing)
             assert floors.floors_of(volume, PARTS) == {"a": 1 << 17}
             clock.now_s = DROP_S

@@ -28,7 +28,7 @@ from kvferry.store.outcome import Outcome
 from kvferry.store.volume import Volume
 from support.tier_chunks import CHUNK_BYTES, LAYOUT, chunk, empty, payload
 from support.tier_keeper import open_volumes, tier_config
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 DIGEST = LAYOUT.digest
 
@@ -185,7 +185,7 @@ async def test_a_want_of_threads_ends_no_maintenance(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(threading.Thread, "start", start_or_not)
     try:
-        await until(lambda: len(refused) == 3 and bool(begun), within_s=30)
+        await until(lambda: len(refused) == 3 and bool(begun), within_s=SOON_S)
         keeper.check_health()
     finally:
         monkeypatch.undo()
@@ -217,7 +217,7 @@ async def test_a_fault_of_polling_leaves_nixl_usable(monkeypatch: pytest.MonkeyP
         await agent.register(4096, 4096)
         agent.begin_lending()
         await until(lambda: len(polled) > 3)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             await agent.register(8192, 4096)
     finally:
         agent.end_lending()

@@ -21,7 +21,7 @@ from kvferry.store.volume import Volume
 from support.tier_chunks import LAYOUT, chunk, empty, payload
 from support.tier_keeper import tier_config
 from support.tier_volumes import opened_volumes
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 
 class Rescanned(Volume):
@@ -154,7 +154,7 @@ async def test_uses_are_recorded_on_volumes_of_one_writer_too(tmp_path: Path) ->
     io.start()
     now_s += volume_io._RESCAN_PERIOD_S
     io.maintain(now_s)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(SOON_S):
         await recorded.wait()
     assert await io.stop(10)
     volume.close()

@@ -21,7 +21,7 @@ from kvferry.tenancy.outcome import Cause
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config
 from support.tier_rows import key_of, layout_of, rows_of
-from support.waiting import until, until_async
+from support.waiting import SOON_S, until, until_async
 
 ACME, BETA = Namespace("acme"), Namespace("beta")
 
@@ -284,7 +284,7 @@ async def test_a_volume_that_cannot_be_configured_keeps_no_other_from_its_contra
         monkeypatch.setattr(Volume, "configure", fail)
         await admin.set_tier("acme", "volume", {"floor": 0.5})
         wanted = int(0.5 * host._volumes[0].capacity_bytes)
-        await until(lambda: [floor_of(volume) for volume in host._volumes] == [0, wanted, wanted], within_s=10)
+        await until(lambda: [floor_of(volume) for volume in host._volumes] == [0, wanted, wanted], within_s=SOON_S)
         await until(lambda: "trying again" in caplog.text)
         assert "v0 does not have the contracts" in caplog.text
         assert "v1 does not" not in caplog.text

@@ -11,6 +11,7 @@ from kvferry.config import TlsConfig
 from kvferry.link import frames
 from kvferry.link.frame_connection import FrameConnection
 from kvferry.link.frames import PREAMBLE, encode_frames
+from support.waiting import SOON_S
 
 PAYLOADS = [b"%d" % number for number in range(50)]
 
@@ -48,7 +49,7 @@ async def received_of(payloads: list[bytes]) -> Turns:
     async with server:
         port = server.sockets[0].getsockname()[1]
         connection = await FrameConnection.dial(f"127.0.0.1:{port}", TlsConfig(), turns.receive)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             assert "ended" in await connection.ended
         await connection.close()
     return turns

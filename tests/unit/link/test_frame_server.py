@@ -19,7 +19,7 @@ from kvferry.link.gateway_session import GatewaySession, SessionTransport
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
 from support.link_peers import Gateway, request, serving, simulated
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 
 @pytest_asyncio.fixture
@@ -33,7 +33,7 @@ async def answer_to(worker: WorkerServer, data: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", worker.frame_port)
     writer.write(data)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(SOON_S):
             return await reader.read()
     except ConnectionResetError:
         return b""

@@ -15,7 +15,7 @@ from kvferry.membership import follower
 from kvferry.membership.base import Joined, Member, MemberChange, MemberId, MemberKind, Snapshot
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.router.worker_pool import WorkerPool
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 
 class Failing(MemoryMembership):
@@ -43,7 +43,7 @@ async def test_a_watch_that_fails_is_opened_anew(monkeypatch: pytest.MonkeyPatch
     pool = WorkerPool(membership, "g")
     pool.start()
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             while len(pool.links(MemberKind.DECODE)) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert membership.num_watches == 2

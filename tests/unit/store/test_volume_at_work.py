@@ -35,6 +35,7 @@ from support.tier_chunks import (
     quarantined,
     truth,
 )
+from support.waiting import PATIENCE_S
 
 DIGEST = LAYOUT.digest
 NUM_THREADS = 4
@@ -255,7 +256,7 @@ def test_two_processes_that_write_and_remove_the_same_chunks_do_each_other_no_ha
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["ok"]
     for process in processes:
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
     # What both wrote is readable by a third.
     volume = Volume(path, capacity_bytes=8 * CHUNK_BYTES, shared=True, writer="c")

@@ -15,7 +15,7 @@ from kvferry.tenancy.floor_exchange import DROP_S, KEPT, LEASE_S
 from kvferry.tenancy.records import ENGINE_FLOORS, TENANTS
 from kvferry.worker import engine_floors
 from kvferry.worker.engine_floors import FORGET_S, MAX_MOVING, EngineFloors
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 CAPACITY = 1000
 
@@ -183,7 +183,7 @@ async def test_a_worker_follows_records_and_withdraws_its_report(monkeypatch: py
     try:
         await with_floor(cluster, device=0.2)
         await until(lambda: worker.floor() == 0.2)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             async for change in worker.records.watch(f"{ENGINE_FLOORS}/decode-device"):
                 if not isinstance(change, Records) or change.by_name:
                     break

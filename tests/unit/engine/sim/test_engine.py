@@ -25,8 +25,8 @@ from kvferry.engine.base import (
 )
 from kvferry.engine.sim import Faults, PullFault, SimEngine, kv_fetch
 from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest, UnsupportedEngine
+from support.waiting import SOON_S
 
-DEADLINE_S = 20.0
 BLOCK_SIZE = 4
 
 _fresh = itertools.count()
@@ -75,7 +75,7 @@ def request_for(prompt: Sequence[int], max_tokens: int = 8, **values: Any) -> En
 async def finish(outputs: AsyncIterator[EngineOutput]) -> tuple[list[int], EngineOutput]:
     token_ids: list[int] = []
     last = EngineOutput((), "")
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         async for last in outputs:
             token_ids += last.token_ids
     return token_ids, last
@@ -99,7 +99,7 @@ async def expected_tokens(prompt: Sequence[int], max_tokens: int = 8) -> list[in
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -234,7 +234,7 @@ async def test_a_killed_engine_fails_everything(engine: SimEngine) -> None:
         await engine.check_health()
     with pytest.raises(EngineDead, match="killed"):
         await run(engine, prompt_of(5))
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         assert all([batch.events async for batch in events])
     await engine.abort(RequestId("any"))
     engine.kill()
@@ -509,7 +509,7 @@ async def test_hundreds_of_requests_that_come_go_and_pull_leave_nothing_behind()
             request = request_for(prompt, max_tokens, transfer_params=transfer_params)
             leaves_after = seeded.choice([None, None, 0, 1, 5])
             outputs = decode.generate(request)
-            async with asyncio.timeout(DEADLINE_S), contextlib.aclosing(outputs):  # type: ignore[type-var]
+            async with asyncio.timeout(SOON_S), contextlib.aclosing(outputs):  # type: ignore[type-var]
                 num_tokens = 0
                 async for output in outputs:
                     num_tokens += len(output.token_ids)
@@ -637,7 +637,7 @@ async def test_pages_of_the_answer_are_told_too(engine: SimEngine) -> None:
     token_ids, _ = await run(engine, prompt, 8, cache_salt="salt")
     stored_tokens: list[int] = []
     parent = None
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         while len(stored_tokens) < 12:
             batch = await anext(events)
             for event in batch.events:
@@ -660,7 +660,7 @@ async def test_forgotten_pages_are_told() -> None:
         findable: set[int] = set()
         num_removed = 0
         last = -1
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(SOON_S):
             while findable != set(engine._cache.pool.hash_to_page):
                 batch = await anext(events)
                 assert batch.sequence == last + 1
@@ -679,7 +679,7 @@ async def test_the_newest_listener_hears_from_now_on(engine: SimEngine) -> None:
     await run(engine, prompt_of(8), 1)
     second = engine.kv_events()
     await run(engine, prompt_of(8), 1)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         assert [batch.sequence async for batch in first] == [0]
         assert (await anext(second)).sequence == 1
 

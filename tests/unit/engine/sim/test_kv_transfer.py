@@ -20,8 +20,8 @@ from kvferry.engine.sim.kv_transfer import (
     release_offer,
 )
 from kvferry.engine.sim.page_memory import PageMemory, layout_digest
+from support.waiting import SOON_S
 
-DEADLINE_S = 10.0
 PAGE_BYTES = 128
 LAYOUT = layout_digest("tiny", 4, PAGE_BYTES)
 
@@ -70,14 +70,14 @@ async def peer() -> AsyncIterator[PrefillPeer]:
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
 async def pull(ticket: Ticket, first_page: int = 0, num_pages: int = 3, layout: int = LAYOUT) -> list[bytes]:
     pages = pull_pages(ticket, layout, page_bytes=PAGE_BYTES, first_page=first_page, num_pages=num_pages)
-    async with asyncio.timeout(DEADLINE_S), contextlib.aclosing(pages):
+    async with asyncio.timeout(SOON_S), contextlib.aclosing(pages):
         return [content async for content in pages]
 
 
@@ -220,7 +220,7 @@ async def test_an_oversized_request_ends_the_connection(peer: PrefillPeer) -> No
     reader, writer = await asyncio.open_connection("127.0.0.1", peer.server.port)
     try:
         writer.write((MAX_REQUEST_BYTES + 1).to_bytes(4, "big"))
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(SOON_S):
             assert await reader.read() == b""
     finally:
         writer.close()
@@ -232,7 +232,7 @@ async def test_garbage_ends_the_connection_and_nothing_else(peer: PrefillPeer, p
     reader, writer = await asyncio.open_connection("127.0.0.1", peer.server.port)
     try:
         writer.write(len(payload).to_bytes(4, "big") + payload)
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(SOON_S):
             assert await reader.read() == b""
     finally:
         writer.close()

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from kvferry.engine.sim.single_reader_queue import SingleReaderQueue
-
-DEADLINE_S = 10.0
+from support.waiting import SOON_S
 
 
 async def test_items_come_in_order() -> None:
@@ -23,7 +22,7 @@ async def test_a_sleeping_reader_is_woken() -> None:
     await asyncio.sleep(0)
     single_reader_queue.put(1)
     single_reader_queue.put(2)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         assert await reader == 1
     assert await single_reader_queue.get() == 2
 
@@ -45,7 +44,7 @@ async def test_an_error_wakes_the_reader() -> None:
     await asyncio.sleep(0)
     single_reader_queue.fail(ValueError("over"))
     with pytest.raises(ValueError, match="over"):
-        await asyncio.wait_for(reader, DEADLINE_S)
+        await asyncio.wait_for(reader, SOON_S)
 
 
 async def test_a_cancelled_reader_takes_nothing() -> None:

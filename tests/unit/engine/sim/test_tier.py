@@ -34,11 +34,10 @@ from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 from kvferry.worker.page_mirror import PageMirror
 from support.tier_chunks import chunk_files
 from support.tier_keeper import KeeperProcess, keeping, tier_config
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 BLOCK_SIZE = 4
 PAGE_BYTES = 64
-DEADLINE_S = 30.0
 
 _fresh = itertools.count()
 
@@ -84,7 +83,7 @@ async def run(
     sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     token_ids: list[int] = []
     last = EngineOutput((), "")
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(SOON_S):
         async for last in engine.generate(EngineRequest(RequestId(f"r{next(_fresh)}"), prompt, sampling, **values)):
             token_ids += last.token_ids
     return token_ids, last
@@ -427,7 +426,7 @@ async def test_a_tier_of_random_stores_and_loads_keeps_its_invariants(tmp_path: 
                 tier.check()
 
         try:
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(SOON_S):
                 await asyncio.gather(*(work() for _ in range(4)))
             await until(lambda: tier.num_jobs == 0)
             tier.check()
