@@ -64,19 +64,21 @@ async def poisoning(fleet: Fleet, seeded: random.Random, times: int, progress: P
             before = sum(process.num_kills for process in fleet.processes)
             ending = [asyncio.create_task(_replaced_when_dead(worker)) for worker in fleet.workers()]
             body = {"model": "sim-model", "prompt": f"{POISON} {i} {seeded.random()}", "max_tokens": 8}
-            for url in fleet.urls():
-                # The second gateway knows from the first one.
-                answer = await http.post(f"{url}/v1/completions", json=body)
-                if answer.status_code != 500 or answer.json()["error"]["code"] != "request_quarantined":
-                    raise BenchFailed(f"poison {i} at {url}: {answer.status_code}: {answer.text}")
-            # An engine's process ends a moment after its requests.
-            while (dead := sum(process.num_kills for process in fleet.processes) - before) < MAX_LOSSES:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            await fleet.complete()
-            dead = sum(process.num_kills for process in fleet.processes) - before
-            for task in ending:
-                task.cancel()
-            await asyncio.gather(*ending, return_exceptions=True)
+            try:
+                for url in fleet.urls():
+                    # The second gateway knows from the first one.
+                    answer = await http.post(f"{url}/v1/completions", json=body)
+                    if answer.status_code != 500 or answer.json()["error"]["code"] != "request_quarantined":
+                        raise BenchFailed(f"poison {i} at {url}: {answer.status_code}: {answer.text}")
+                # An engine's process ends a moment after its requests.
+                while sum(process.num_kills for process in fleet.processes) - before < MAX_LOSSES:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                await fleet.complete()
+                dead = sum(process.num_kills for process in fleet.processes) - before
+            finally:
+                for task in ending:
+                    task.cancel()
+                await asyncio.gather(*ending, return_exceptions=True)
             if dead != MAX_LOSSES:
                 raise BenchFailed(f"poison {i} ended {dead} engines")
             progress(f"poison {i + 1}/{times}")

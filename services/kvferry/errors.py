@@ -234,9 +234,17 @@ class WorkerDraining(UnavailableError):
 
 
 class EngineDead(UnavailableError):
-    """An engine died or hangs; its worker is replaced."""
+    """An engine died or hangs; its worker is replaced.
+
+    `is_blameless`: the engine had another request, of any gateway, that never had an output, and this one had, or had
+    not come to the engine yet.
+    """
 
     code = "engine_dead"
+
+    def __init__(self, message: str, *, is_blameless: bool = False) -> None:
+        super().__init__(message)
+        self.is_blameless = is_blameless
 
 
 class PagesNotMoved(UnavailableError):

@@ -402,7 +402,7 @@ async def test_keys_appear_nowhere_in_clear(
             registration = await EtcdMembership(config.membership).register(worker.member)
             await gateway.start()
             try:
-                await until(lambda: bool(gateway.readiness().members), what="the gateway has a worker")
+                await until(lambda: gateway.readiness().ready, what="the gateway has a worker and the secret")
                 await until(lambda: gateway._registration is not None, what="the gateway is registered")
                 url, address = f"http://127.0.0.1:{gateway.port}", f"127.0.0.1:{gateway.grpc.port}"
                 async with (

@@ -54,9 +54,11 @@ async def test_no_fault_costs_an_answer_or_changes_one(tmp_path: Path) -> None:
             def add(row: dict[str, Any]) -> None:
                 rows[name] = row if name not in rows else _added(rows[name], row)
 
-            # Raises for a request that failed and for an answer that differs.
-            await run_fault(running, fault, times, load, expected, random.Random(seed), lambda what: None, add)
-            await client.close()
+            try:
+                # Raises for a request that failed and for an answer that differs.
+                await run_fault(running, fault, times, load, expected, random.Random(seed), lambda what: None, add)
+            finally:
+                await client.close()
 
         for name in FAULTS:
             # A prefill takes milliseconds, and a decode worker may be between two requests: whether a fault meets one

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from kvferry.local.ray_process import ray_environment
 from support.local_machine import Machine, a_machine, assert_nothing_left, listening_ports
@@ -23,6 +24,13 @@ from support.waiting import PATIENCE_S, wait_until
 pytestmark = [pytest.mark.cluster]
 
 PROMPT = " ".join(f"word{i}" for i in range(200))
+DELETE = """
+import ray, sys
+from ray import serve
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+serve.delete("kvferry")
+"""
 
 
 @pytest.fixture
@@ -31,11 +39,11 @@ def machine() -> Iterator[Machine]:
         yield machine
 
 
-def up(machine: Machine, volume: Path, *more: str) -> None:
-    started = machine.up(
-        "--set", "tier.enabled=true", "--set", f"tier.volumes=[{{path: {volume}, capacity_gib: 0.1}}]", *more
-    )  # fmt: skip
+def up(machine: Machine, *volumes: Path) -> subprocess.CompletedProcess[str]:
+    listed = ", ".join(f"{{path: {path}, capacity_gib: 0.1}}" for path in volumes)
+    started = machine.up("--set", "tier.enabled=true", "--set", f"tier.volumes=[{listed}]")
     assert started.returncode == 0, started.stdout + started.stderr
+    return started
 
 
 def members(machine: Machine, kind: str) -> list[Mapping[str, Any]]:
@@ -43,9 +51,13 @@ def members(machine: Machine, kind: str) -> list[Mapping[str, Any]]:
     return [member for member in json.loads(seen.stdout)["members"] if member["kind"] == kind]
 
 
-def ask(machine: Machine, prompt: str = PROMPT) -> str:
+def asked(machine: Machine, prompt: str) -> httpx.Response:
     body = {"model": "SmolLM2-135M-Instruct", "prompt": prompt, "max_tokens": 4, "temperature": 0}
-    answer = httpx.post(f"{machine.url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+    return httpx.post(f"{machine.url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+
+
+def ask(machine: Machine) -> str:
+    answer = asked(machine, PROMPT)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
     return text
@@ -60,8 +72,26 @@ def cached_tokens(machine: Machine, tier: str) -> float:
     return reading(machine, "kvferry_worker_cached_prompt_tokens_total", f'tier="{tier}"')
 
 
+def alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def run_python(machine: Machine, *arguments: str) -> None:
+    subprocess.run(
+        [sys.executable, *arguments],
+        env=ray_environment(machine.folder),
+        check=True,
+        timeout=PATIENCE_S,
+        capture_output=True,
+    )
+
+
 def test_pages_outlive_a_cluster_and_its_keeper_does_not(machine: Machine, tmp_path: Path) -> None:
-    volume = tmp_path / "volume"
+    volume, bad = tmp_path / "volume", tmp_path / "bad"
+    bad.write_text("a file")
     up(machine, volume)
     (keeper,) = members(machine, "keeper")
     assert len(members(machine, "prefill")) == len(members(machine, "decode")) == 1
@@ -83,72 +113,33 @@ def test_pages_outlive_a_cluster_and_its_keeper_does_not(machine: Machine, tmp_p
     assert down.returncode == 0, down.stdout + down.stderr
     assert_nothing_left(machine, processes, ports)
 
-    up(machine, volume)
+    # Another cluster finds them, beside a volume that cannot be used, which is named.
+    started = up(machine, bad, volume)
+    fault = f"does not use volume {bad}: {bad}/layouts: Not a directory"
+    assert fault in started.stderr
+    assert fault in machine.run("status").stderr
     # A gateway is ready before it has heard of a keeper, and computes until then.
     wait_until(lambda: reading(machine, "kvferry_volume_pages") >= 6, what="chunks that the gateway knows")
     assert ask(machine) == text
     wait_until(lambda: cached_tokens(machine, "volume") >= 192, what="tokens from the volume")
 
-
-def test_a_keeper_changes_and_ends_with_the_application(machine: Machine, tmp_path: Path) -> None:
-    up(machine, tmp_path / "volume")
+    # Deployed anew with other settings and without a volume that can be used, the workers replace the keeper they find.
     (keeper,) = members(machine, "keeper")
     address = json.loads(machine.folder.record_file.read_text())["ray_address"]
-
-    def run_python(*arguments: str) -> None:
-        subprocess.run(
-            [sys.executable, *arguments],
-            env=ray_environment(machine.folder),
-            check=True,
-            timeout=PATIENCE_S,
-            capture_output=True,
-        )
-
-    # Deployed anew with other settings, the workers replace the keeper they find.
-    config = machine.folder.config_file
-    changed = config.read_text().replace("io_threads: 4", "io_threads: 3")
-    assert changed != config.read_text()
-    (tmp_path / "changed.yaml").write_text(changed)
-    deploy = ("--config", str(tmp_path / "changed.yaml"), "--model-folder", "default", "--ray-address", address)
-    run_python("-m", "kvferry.app", "deploy", *deploy)
+    config = yaml.safe_load(machine.folder.config_file.read_text())
+    config["tier"]["volumes"] = [each for each in config["tier"]["volumes"] if each["path"] == str(bad)]
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(yaml.safe_dump(config))
+    deploy = ("--config", str(changed), "--model-folder", "default", "--ray-address", address)
+    run_python(machine, "-m", "kvferry.app", "deploy", *deploy)
     wait_until(lambda: not alive(keeper["pid"]), what="the end of the first keeper")
     wait_until(lambda: len(members(machine, "keeper")) == 1, what="another keeper")
     (keeper,) = members(machine, "keeper")
     assert alive(keeper["pid"])
+    assert len(keeper["volume_faults"]) == 1
+    wait_until(lambda: asked(machine, PROMPT + " more").status_code == 200, what="an answer without volumes")
 
-    delete = (
-        "import ray, sys; from ray import serve; ray.init(address=sys.argv[1], log_to_driver=False); "
-        "serve.delete('kvferry')"
-    )
-    run_python("-c", delete, address)
+    # It ends with the application.
+    run_python(machine, "-c", DELETE, address)
     wait_until(lambda: not alive(keeper["pid"]), what="the end of the keeper")
     assert members(machine, "keeper") == []
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
-
-
-def test_a_volume_that_cannot_be_used_costs_only_its_pages(machine: Machine, tmp_path: Path) -> None:
-    (tmp_path / "volume").write_text("a file")
-    up(machine, tmp_path / "volume", "--set", "gateway.replicas=1")
-    assert ask(machine)
-    (keeper,) = members(machine, "keeper")
-    assert len(keeper["volume_faults"]) == 1
-    assert ask(machine, PROMPT + " more")
-
-
-def test_a_volume_that_cannot_be_used_is_named_and_the_other_is_used(machine: Machine, tmp_path: Path) -> None:
-    bad, good = tmp_path / "bad", tmp_path / "good"
-    bad.write_text("a file")
-    volumes = ", ".join(f"{{path: {path}, capacity_gib: 0.1}}" for path in (bad, good))
-    started = machine.up("--set", "tier.enabled=true", "--set", f"tier.volumes=[{volumes}]")
-    assert started.returncode == 0, started.stdout + started.stderr
-    fault = f"does not use volume {bad}: {bad}/layouts: Not a directory"
-    assert fault in started.stderr
-    assert fault in machine.run("status").stderr
-    ask(machine)
-    wait_until(lambda: bool(chunk_files(good)), what="pages on the other volume")

@@ -19,6 +19,7 @@ from kvferry.gateway.lifecycle import build_renderer
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
 from kvferry.worker import lifecycle
+from kvferry.worker.lifecycle import WorkerHost
 from support.waiting import PATIENCE_S, SOON_S, until, wait_until
 
 from .conftest import MODEL, SimCluster, running
@@ -211,6 +212,42 @@ async def test_every_gateway_refuses_what_one_has_in_quarantine(poisoned: object
                 again = await ask(http, f"{POISON} one two", seed=7)
                 assert again.json()["error"]["code"] == "request_quarantined"
         assert num_dead(cluster) == 2
+
+
+async def test_a_stream_of_another_gateway_outlives_both_engines_that_it_ends(poisoned: object) -> None:
+    """That gateway has no other request on them: their workers know that the stream is not to blame."""
+    async with running(0, 3, sim=SIM) as cluster:
+        first, second = cluster.gateway, await cluster.add_gateway()
+        await cluster.ready()
+        hosts = dict(cluster.workers)
+        # Each takes answers that go on, and nothing else.
+        trials = {host: object() for host in hosts}
+        for host, trial in trials.items():
+            assert host.server.begin_trial(trial)
+
+        async def admit_where_the_stream_runs() -> None:
+            def found() -> list[WorkerHost]:
+                return [host for host in trials if hosts[host].stats().num_running == 1]
+
+            await until(lambda: bool(found()), what="the stream runs on another worker")
+            (host,) = found()
+            host.server.end_trial(trials.pop(host))
+
+        cluster.gateway = second
+        async with client_of(cluster) as http:
+            any_host = next(iter(hosts))
+            any_host.server.end_trial(trials[any_host])
+            (expected,) = texts(await ask(http, "a stream", max_tokens=1000))
+            stream = asyncio.create_task(ask(http, "a stream", max_tokens=1000))
+            await admit_where_the_stream_runs()
+            cluster.gateway = first
+            async with client_of(cluster) as other:
+                poison = asyncio.create_task(ask(other, POISON))
+                await admit_where_the_stream_runs()
+                answer = await poison
+            assert answer.json()["error"]["code"] == "request_quarantined"
+            assert num_dead(cluster) == 2
+            assert texts(await stream) == [expected]
 
 
 async def test_copies_of_a_poison_lose_no_more_workers_than_were_hit_at_once(poisoned: object) -> None:

@@ -520,6 +520,28 @@ async def test_a_dead_engine_fails_every_request_after_what_it_gave(
     await until(lambda: worker.num_requests == 0)
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+async def test_a_dead_engine_is_blamed_on_requests_of_any_gateway_that_never_had_an_output(
+    worker: WorkerServer, gateway: Gateway, engine: SimEngine, transport: Transport, is_resumed: bool
+) -> None:
+    other = Gateway(worker, transport)
+    await other.hello()
+    await other.submit(1, request("stream", max_tokens=5000))
+    async with asyncio.timeout(SOON_S):
+        while not other.num_tokens.get(1):
+            await other.read_step()
+    engine.faults = Faults(stalled=True)
+    await gateway.submit(2, structs.replace(request("no output here"), is_resumed=is_resumed))
+    await until(lambda: engine.stats().num_running + engine.stats().num_waiting == 2)
+    worker.engine_died("the engine is hung")
+    await gateway.read_ends(2)
+    await other.read_ends(1)
+    ends = [other.ended[1], gateway.ended[2]]
+    # Where none is starting, each gateway decides for its own requests.
+    assert [isinstance(end, EngineDead) and end.is_blameless for end in ends] == [not is_resumed, False]
+    await other.leave()
+
+
 async def test_a_blocked_link_that_breaks_ends_its_requests_without_the_garbage_collector(transport: Transport) -> None:
     engine = Firehose("x" * 10_000)
     async with serving(engine) as worker:

@@ -28,8 +28,8 @@ class SuiteReport:
         self._nodeid_to_s: dict[str, float] = defaultdict(float)
         self._started_s = time.monotonic()
         self._used_at_start = _used_bytes()
-        self._peak_bytes = 0
-        self._peak_load = 0.0
+        self._peak_bytes = self._used_at_start
+        self._peak_load = os.getloadavg()[0]
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="suite report", daemon=True)
 

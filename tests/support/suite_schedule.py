@@ -23,11 +23,13 @@ class Resources:
     gib: float
 
 
+REAL_CLUSTER = "real_cluster"  # marked both "cluster" and "model"
 # By marker; a test with several markers needs what the first of them says. Units start in this order, so that the
 # longest ones are first. Engines of `shared_pair` live until the end of the process that started them.
 NEEDS: Mapping[str, Resources] = {
-    "cluster": Resources(cores=1.5, gib=9.0),
+    REAL_CLUSTER: Resources(cores=2.5, gib=12.0),
     "model": Resources(cores=1.5, gib=7.0),
+    "cluster": Resources(cores=1.0, gib=4.0),
     "vllm": Resources(cores=0.5, gib=2.0),
     "shared_pair": Resources(cores=1.5, gib=7.0),
     "": Resources(cores=0.5, gib=1.0),
@@ -38,6 +40,8 @@ _PRECEDENCE = ("shared_pair", *NEEDS)
 def unit_of(path: str, markers: Iterable[str]) -> str:
     """Return the name of the tests that one process runs in order: "MARKER:FILE", and one unit of all "vllm" tests."""
     names = {*markers, ""}
+    if {"cluster", "model"} <= names:
+        names.add(REAL_CLUSTER)
     marker = next(name for name in _PRECEDENCE if name in names)
     return f"{marker}:" if marker in ("vllm", "shared_pair") else f"{marker}:{path}"
 

@@ -11,7 +11,10 @@ from support.suite_schedule import NEEDS, Resources, next_unit, unit_of
 ONE_CORE = Resources(cores=1.5, gib=14.0)
 TWO_CORES = Resources(cores=2.5, gib=22.0)
 MANY_CORES = Resources(cores=16.5, gib=60.0)
-UNITS = ["cluster:a", "cluster:b", "model:a", "model:b", "vllm:", "shared_pair:", ":a", ":b", ":c"]
+UNITS = [
+    *("real_cluster:a", "model:a", "model:b", "cluster:a", "cluster:b"),
+    *("vllm:", "shared_pair:", ":a", ":b", ":c"),
+]
 
 
 @pytest.mark.parametrize(
@@ -20,7 +23,8 @@ UNITS = ["cluster:a", "cluster:b", "model:a", "model:b", "vllm:", "shared_pair:"
         ((), ":tests/a.py"),
         (("asyncio", "timeout"), ":tests/a.py"),
         (("model",), "model:tests/a.py"),
-        (("model", "cluster"), "cluster:tests/a.py"),
+        (("cluster",), "cluster:tests/a.py"),
+        (("model", "cluster"), "real_cluster:tests/a.py"),
         (("model", "shared_pair"), "shared_pair:"),
         (("vllm",), "vllm:"),
     ],
@@ -32,17 +36,22 @@ def test_a_marker_names_the_unit(markers: tuple[str, ...], unit: str) -> None:
 @pytest.mark.parametrize(
     ("machine", "together"),
     [
-        (ONE_CORE, ["cluster:a"]),
-        (TWO_CORES, ["cluster:a", "vllm:", ":a"]),
-        (MANY_CORES, ["cluster:a", "cluster:b", "model:a", "model:b", "vllm:", "shared_pair:", ":a", ":b", ":c"]),
+        (ONE_CORE, ["model:a"]),
+        (TWO_CORES, ["model:a", "cluster:a"]),
+        (MANY_CORES, UNITS[1:]),
     ],
 )
 def test_units_start_until_the_machine_is_full(machine: Resources, together: list[str]) -> None:
-    waiting, running = list(UNITS), list[str]()
+    waiting, running = UNITS[1:], list[str]()
     while (unit := next_unit(waiting, running, machine)) is not None:
         waiting.remove(unit)
         running.append(unit)
     assert running == together
+
+
+def test_engines_of_a_cluster_have_two_cores_for_themselves() -> None:
+    assert next_unit(UNITS, [], TWO_CORES) == "real_cluster:a"
+    assert next_unit(UNITS[1:], ["real_cluster:a"], TWO_CORES) is None
 
 
 def test_a_unit_that_fits_nowhere_runs_alone() -> None:

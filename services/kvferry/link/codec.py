@@ -34,7 +34,7 @@ from kvferry.engine.base import (
     ToolCallDelta,
     Turn,
 )
-from kvferry.errors import EngineError, KvferryError, by_code
+from kvferry.errors import EngineDead, EngineError, KvferryError, by_code
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, MAX_WANTED_S, EngineTerms, TierTerms
 from kvferry.tracing import TraceContext
@@ -286,6 +286,7 @@ def append_failure(step: pb.Step, number: int, error: KvferryError) -> None:
                 code=error.code or "engine_error",
                 message=_as_utf8(error.message),
                 retry_after_s=error.retry_after_s,
+                blameless=isinstance(error, EngineDead) and error.is_blameless,
             ),
         )
     )
@@ -362,6 +363,8 @@ def _ended(message: pb.Finished) -> EngineOutput | KvferryError:
         error = _ERROR_BY_CODE.get(failure.code, EngineError)(failure.message)
         if failure.HasField("retry_after_s"):
             error.retry_after_s = failure.retry_after_s
+        if isinstance(error, EngineDead):
+            error.is_blameless = failure.blameless
         return error
     reason = _FINISH_FROM_WIRE.get(message.reason)
     if reason is None:

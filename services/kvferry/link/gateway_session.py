@@ -162,6 +162,7 @@ class GatewaySession:
         self._worker = worker
         self._transport = transport
         self._loop = asyncio.get_running_loop()
+        self._starting: set[int] = set()  # of requests on the engine that never had an output
         self._failed_numbers: set[int] = set()  # of tasks that are being cancelled, after their failure was queued
         self._releasing = TaskSet()
         welcome = worker.welcome(hello)
@@ -331,7 +332,10 @@ class GatewaySession:
                     self._worker.engine.generate(images.of_engine(request, on_engine.due_ms))
                 ) as outputs,
             ):
+                if not request.is_resumed:
+                    self._starting.add(number)
                 async for output in outputs:
+                    self._starting.discard(number)
                     images.leave()
                     if on_engine.is_computing:
                         on_engine.note(output)
@@ -351,15 +355,16 @@ class GatewaySession:
             self._end(number, EngineError("cancelled"))
         except KvferryError as error:
             instrumented.failed(error)
-            self._end(number, error)
             if isinstance(error, EngineDead):
                 self._worker.engine_died(error.message)
+            self._end(number, error)
         except Exception as error:
             instrumented.failed(error)
             log.exception("request %s failed", request.request_id)
             self._end(number, EngineError("the engine failed on this request; its log says why"))
         finally:
             self.tasks.pop(number, None)
+            self._starting.discard(number)
             self._failed_numbers.discard(number)
             if request.is_suspect:
                 self._worker.end_trial((self, number))
@@ -416,10 +421,21 @@ class GatewaySession:
             more,
         )
 
-    def fail_all(self, error: KvferryError) -> None:
-        if not self._ended and (numbers := self.tasks.keys() - self._failed_numbers):
-            self._fail(numbers, error)
-            self._schedule_flush()
+    @property
+    def has_starting(self) -> bool:
+        """Whether the engine has requests of this gateway that never had an output."""
+        return bool(self._starting)
+
+    def engine_died(self, reason: str, *, has_starting: bool) -> None:
+        """End all requests. `has_starting`: of any gateway."""
+        if self._ended:
+            return
+        numbers = self.tasks.keys() - self._failed_numbers
+        if suspects := numbers & self._starting:
+            self._fail(suspects, EngineDead(reason))
+        if others := numbers - self._starting:
+            self._fail(others, EngineDead(reason, is_blameless=has_starting))
+        self._schedule_flush()
 
     def _fail(self, numbers: set[int], error: KvferryError) -> None:
         if not self._reserved.isdisjoint(numbers):

@@ -310,8 +310,11 @@ class _RequestRun:
         except (WorkerLost, EngineDead) as error:
             self._placer.note_loss()
             has_vanished = isinstance(error, WorkerLost) and error.has_vanished
+            is_blameless = isinstance(error, EngineDead) and error.is_blameless
             num_tokens, now_s = len(self._answer.token_ids), self._router.clock()
-            if self._router.losses.lose(engine, losses, num_tokens, now_s, has_vanished=has_vanished):
+            if self._router.losses.lose(
+                engine, losses, num_tokens, now_s, has_vanished=has_vanished, is_blameless=is_blameless
+            ):
                 if isinstance(error, WorkerLost):
                     self._router.losses.note_blamed(worker, self._placer.digest, losses)
                 if losses.is_suspect:

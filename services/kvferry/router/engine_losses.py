@@ -141,12 +141,23 @@ class EngineLosses:
         self._in_flight.setdefault(engine, set()).add(losses)
 
     def lose(
-        self, engine: Engine, losses: RequestLosses, num_tokens: int, now_s: float, *, has_vanished: bool = False
+        self,
+        engine: Engine,
+        losses: RequestLosses,
+        num_tokens: int,
+        now_s: float,
+        *,
+        has_vanished: bool = False,
+        is_blameless: bool = False,
     ) -> bool:
         """Count the loss of an engine against the request, which has `num_tokens` of its answer, if it is suspect.
 
-        `has_vanished`: its worker went away without a word. Return whether the request is blamed.
+        `has_vanished`: its worker went away without a word. `is_blameless`: its worker, which knows the requests of
+        all gateways, says that others are suspect. Return whether the request is blamed.
         """
+        if is_blameless:
+            losses.workers.append(engine[0])
+            return False
         suspects = self._suspects.get(engine)
         if suspects is None:
             # The first of its requests to hear of it: all the others are still in flight.

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from kvferry import __version__, mutual_tls
 from kvferry.config import TlsConfig
 from kvferry.engine.base import Engine, EngineRequest, EngineStats
-from kvferry.errors import EngineDead, KvferryError, Overloaded, TenantOverloaded, WorkerDraining
+from kvferry.errors import KvferryError, Overloaded, TenantOverloaded, WorkerDraining
 from kvferry.link import codec
 from kvferry.link.frame_server import FrameServer
 from kvferry.link.gateway_session import GatewaySession, SessionTransport
@@ -179,9 +179,10 @@ class WorkerServer:
             return
         self.why_died = reason
         self.died.set()
+        has_starting = any(session.has_starting for session in self._sessions)
         for session in self._sessions:
             session.log_requests()
-            session.fail_all(EngineDead(reason))
+            session.engine_died(reason, has_starting=has_starting)
 
     # Called by transports and sessions
 

@@ -480,14 +480,16 @@ class PromptSources(_message.Message):
     def __init__(self, local_compute: _Optional[int] = ..., local_cache_hit: _Optional[int] = ..., external_kv_transfer: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("code", "message", "retry_after_s")
+    __slots__ = ("code", "message", "retry_after_s", "blameless")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    BLAMELESS_FIELD_NUMBER: _ClassVar[int]
     code: str
     message: str
     retry_after_s: int
-    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[int] = ...) -> None: ...
+    blameless: bool
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[int] = ..., blameless: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_pages_used", "num_pages", "draining", "prompt_tokens", "transferred_bytes", "num_generated_tokens", "num_steps", "cached_tokens", "full", "queued_prompt_tokens", "backlogs", "other_backlogs", "loaded_adapters", "num_prompts", "served")
