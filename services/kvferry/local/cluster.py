@@ -36,7 +36,7 @@ from kvferry.local.gateway_access import context_of, url_of, why_not_to_ask
 from kvferry.local.log_excerpts import newest_cause, newest_fault, newest_line
 from kvferry.local.processes import ProcessIdentity, belonging, end_all
 from kvferry.local.progress import NoProgress, Progress
-from kvferry.local.ray_process import Ray, engine_environment, ray_environment, start_ray
+from kvferry.local.ray_process import Ray, engine_environment, is_of_ray, ray_environment, start_ray
 from kvferry.local.run_folder import ClusterBusy, ClusterRecord, RunFolder, run_folder
 from kvferry.quality.required import check_quality_report
 from kvferry.store.keyring import load_keyring
@@ -527,7 +527,11 @@ def _require_reachable(endpoints: tuple[str, ...]) -> None:
 def _clean(folder: RunFolder, *, keep_logs: bool) -> Cleaned:
     """End every process, then remove their files. Requires the lock."""
     had_state = folder.token_file.exists() or folder.record_file.exists()
-    num_processes = end_all(folder.marks(), before_signal=lambda processes: _record_shared_memory(folder, processes))
+    num_processes = end_all(
+        folder.marks(),
+        before_signal=lambda processes: _record_shared_memory(folder, processes),
+        needs_no_grace=is_of_ray,
+    )
     removed = shared_memory.remove_abandoned(folder.path)
     folder.clear(keep_logs=keep_logs)
     return Cleaned(num_processes, tuple(file.name for file in removed), had_state)

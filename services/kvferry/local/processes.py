@@ -115,10 +115,12 @@ def end_all(
     grace_s: float = 5.0,
     deadline_s: float = 30.0,
     before_signal: Callable[[tuple[ProcessIdentity, ...]], None] = lambda _: None,
+    needs_no_grace: Callable[[ProcessIdentity], bool] = lambda _: False,
 ) -> int:
     """End every process: SIGTERM, after `grace_s` SIGKILL, until none is left; return their number.
 
-    `before_signal` gets each living set. Raises ProcessesRemain after `deadline_s`.
+    `before_signal` gets each living set. Processes that `needs_no_grace` are killed once no others are left. Raises
+    ProcessesRemain after `deadline_s`.
     """
     ended: set[ProcessIdentity] = set()
     deadline = time.monotonic() + deadline_s
@@ -129,14 +131,15 @@ def end_all(
             pids = ", ".join(str(process.pid) for process in found)
             raise ProcessesRemain(f"processes {pids} do not end although they were killed")
         before_signal(found)
+        waited_for = [process for process in found if not needs_no_grace(process)]
         # A process gets SIGTERM once: it may be half way through its own end.
         for process in found:
-            if now >= kill_from:
+            if now >= kill_from or not waited_for:
                 process.send(signal.SIGKILL)
             elif process not in ended:
                 process.send(signal.SIGTERM)
         ended.update(found)
-        wait_gone(found, timeout_s=min(deadline - now, max(kill_from - now, 1.0)))
+        wait_gone(waited_for or found, timeout_s=min(deadline - now, max(kill_from - now, 1.0)))
     return len(ended)
 
 

@@ -27,6 +27,14 @@ _OBJECT_STORE_BYTES = 128 << 20  # neither tokens nor pages ever lie there
 _SPARE_CPUS = 4  # replicas of an update that overlap with those they replace
 _CPUS_OF_LATER_MODELS = 32  # logical ones too: `kvferry up` adds models while Ray runs
 _PILLARS = frozenset({"gcs_server", "raylet"})
+_PROGRAMS_OF_RAY = (
+    b"/ray/core/src/ray/",
+    b"/ray/autoscaler/_private/monitor.py",
+    b"/ray/dashboard/",
+    b"/ray/_private/log_monitor.py",
+    b"ray.util.client.server",
+    b"ray::ServeController",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,18 @@ def start_ray(folder: RunFolder, config: ClusterConfig, pace: Pace) -> Ray:
             raise child.failure()
         _end_rest(folder, before)
     raise AssertionError("unreachable")
+
+
+def is_of_ray(process: ProcessIdentity) -> bool:
+    """Return whether the process is Ray's own, with nothing to finish once the replicas have ended.
+
+    Such processes wait for each other for more than 5 s after a SIGTERM.
+    """
+    try:
+        command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return any(program in command for program in _PROGRAMS_OF_RAY)
 
 
 def _end_rest(folder: RunFolder, before: tuple[ProcessIdentity, ...]) -> None:

@@ -218,6 +218,13 @@ def test_end_all_kills_what_does_not_listen(start: Start, marks: Marks) -> None:
     assert belonging(marks) == ()
 
 
+def test_end_all_waits_for_no_process_that_needs_no_grace(start: Start, marks: Marks) -> None:
+    idle, worker = start("stubborn,orphan,untitled", cwd=marks.work_folder), start(token=TOKEN)
+    assert end_all(marks, grace_s=600, deadline_s=900, needs_no_grace=lambda process: process == idle) == 2
+    assert not idle.is_alive()
+    assert not worker.is_alive()
+
+
 def test_end_all_ends_a_stopped_process(start: Start, marks: Marks) -> None:
     process = start(token=TOKEN)
     process.send(signal.SIGSTOP)
