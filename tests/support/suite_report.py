@@ -26,6 +26,8 @@ class SuiteReport:
         """`file` gets the report as JSON."""
         self._file = file
         self._nodeid_to_s: dict[str, float] = defaultdict(float)
+        self._nodeid_to_start_s: dict[str, float] = {}
+        self._started_at = time.time()
         self._started_s = time.monotonic()
         self._used_at_start = _used_bytes()
         self._peak_bytes = self._used_at_start
@@ -38,6 +40,7 @@ class SuiteReport:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._nodeid_to_s[report.nodeid] += report.duration
+        self._nodeid_to_start_s.setdefault(report.nodeid, report.start - self._started_at)
 
     def pytest_sessionfinish(self) -> None:
         self._is_over.set()
@@ -63,6 +66,7 @@ class SuiteReport:
             "wall_s": round(time.monotonic() - self._started_s, 1),
             "peak_gib": round((self._peak_bytes - self._used_at_start) / 2**30, 2),
             "peak_load": round(self._peak_load, 2),
+            "started_s": {nodeid: round(seconds, 3) for nodeid, seconds in self._nodeid_to_start_s.items()},
             "seconds": {nodeid: round(seconds, 3) for nodeid, seconds in self._nodeid_to_s.items()},
         }
 
