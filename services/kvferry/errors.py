@@ -236,8 +236,7 @@ class WorkerDraining(UnavailableError):
 class EngineDead(UnavailableError):
     """An engine died or hangs; its worker is replaced.
 
-    `is_blameless`: the engine had another request, of any gateway, that never had an output, and this one had, or had
-    not come to the engine yet.
+    `is_blameless`: another request, of any gateway, is suspect.
     """
 
     code = "engine_dead"

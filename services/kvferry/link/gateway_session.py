@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from google.protobuf.message import DecodeError
@@ -162,7 +162,7 @@ class GatewaySession:
         self._worker = worker
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._starting: set[int] = set()  # of requests on the engine that never had an output
+        self.starting: set[int] = set()  # of requests on the engine that never had an output
         self._failed_numbers: set[int] = set()  # of tasks that are being cancelled, after their failure was queued
         self._releasing = TaskSet()
         welcome = worker.welcome(hello)
@@ -333,9 +333,9 @@ class GatewaySession:
                 ) as outputs,
             ):
                 if not request.is_resumed:
-                    self._starting.add(number)
+                    self.starting.add(number)
                 async for output in outputs:
-                    self._starting.discard(number)
+                    self.starting.discard(number)
                     images.leave()
                     if on_engine.is_computing:
                         on_engine.note(output)
@@ -364,7 +364,7 @@ class GatewaySession:
             self._end(number, EngineError("the engine failed on this request; its log says why"))
         finally:
             self.tasks.pop(number, None)
-            self._starting.discard(number)
+            self.starting.discard(number)
             self._failed_numbers.discard(number)
             if request.is_suspect:
                 self._worker.end_trial((self, number))
@@ -407,33 +407,15 @@ class GatewaySession:
             log.error("gateway %s is cut off", self.gateway_id)
             self._transport.abort()
 
-    def log_requests(self) -> None:
-        """Log the requests that were on the engine when it died: one of them may be the cause."""
-        if not self.tasks:
-            return
-        names = sorted(task.get_name() for task in self.tasks.values())
-        more = f" and {len(names) - _MAX_LOGGED} more" if len(names) > _MAX_LOGGED else ""
-        log.error(
-            "gateway %s had %d requests on the engine: %s%s",
-            self.gateway_id,
-            len(names),
-            ", ".join(names[:_MAX_LOGGED]),
-            more,
-        )
-
-    @property
-    def has_starting(self) -> bool:
-        """Whether the engine has requests of this gateway that never had an output."""
-        return bool(self._starting)
-
     def engine_died(self, reason: str, *, has_starting: bool) -> None:
-        """End all requests. `has_starting`: of any gateway."""
+        """`has_starting`: a request of any gateway is in `starting`."""
+        _log_requests(self.gateway_id, sorted(task.get_name() for task in self.tasks.values()))
         if self._ended:
             return
         numbers = self.tasks.keys() - self._failed_numbers
-        if suspects := numbers & self._starting:
+        if suspects := numbers & self.starting:
             self._fail(suspects, EngineDead(reason))
-        if others := numbers - self._starting:
+        if others := numbers - self.starting:
             self._fail(others, EngineDead(reason, is_blameless=has_starting))
         self._schedule_flush()
 
@@ -562,3 +544,10 @@ def _cancel_once(task: asyncio.Task[None]) -> None:
     # A second cancel would hit the engine while it takes the request out.
     if not task.cancelling():
         task.cancel()
+
+
+def _log_requests(gateway_id: str, names: Sequence[str]) -> None:
+    if names:
+        more = f" and {len(names) - _MAX_LOGGED} more" if len(names) > _MAX_LOGGED else ""
+        shown = ", ".join(names[:_MAX_LOGGED])
+        log.error("gateway %s had %d requests on the engine: %s%s", gateway_id, len(names), shown, more)

@@ -87,10 +87,7 @@ def start_ray(folder: RunFolder, config: ClusterConfig, pace: Pace) -> Ray:
 
 
 def is_of_ray(process: ProcessIdentity) -> bool:
-    """Return whether the process is Ray's own, with nothing to finish once the replicas have ended.
-
-    Such processes wait for each other for more than 5 s after a SIGTERM.
-    """
+    """Return whether the process is Ray's own, with nothing to finish: they wait for each other for over 5 s."""
     try:
         command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
     except OSError:

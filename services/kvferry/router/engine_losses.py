@@ -152,8 +152,7 @@ class EngineLosses:
     ) -> bool:
         """Count the loss of an engine against the request, which has `num_tokens` of its answer, if it is suspect.
 
-        `has_vanished`: its worker went away without a word. `is_blameless`: its worker, which knows the requests of
-        all gateways, says that others are suspect. Return whether the request is blamed.
+        `has_vanished`: its worker went away without a word. Return whether the request is blamed.
         """
         if is_blameless:
             losses.workers.append(engine[0])

@@ -179,9 +179,8 @@ class WorkerServer:
             return
         self.why_died = reason
         self.died.set()
-        has_starting = any(session.has_starting for session in self._sessions)
+        has_starting = any(session.starting for session in self._sessions)
         for session in self._sessions:
-            session.log_requests()
             session.engine_died(reason, has_starting=has_starting)
 
     # Called by transports and sessions
