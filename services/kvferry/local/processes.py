@@ -119,8 +119,8 @@ def end_all(
 ) -> int:
     """End every process: SIGTERM, after `grace_s` SIGKILL, until none is left; return their number.
 
-    `before_signal` gets each living set. Processes that `needs_no_grace` are killed once no others are left. Raises
-    ProcessesRemain after `deadline_s`.
+    `before_signal` gets each living set. Those that `needs_no_grace` are killed once no others are left.
+    Raises ProcessesRemain after `deadline_s`.
     """
     ended: set[ProcessIdentity] = set()
     deadline = time.monotonic() + deadline_s

@@ -150,11 +150,11 @@ class VllmEngine:
             raise EngineError(
                 f"the engine did not start within engine.start_timeout_s ({self._config.start_timeout_s:g} s)"
             ) from None
-        if not self._producer:
+        if not self._producer and self._config.device != "cpu":
             await self._warm_up()
 
     async def _warm_up(self) -> None:
-        """Compile log-probabilities (tens of seconds) before streams wait."""
+        # Compiles the ranks of log-probabilities (tens of seconds) before streams wait.
         sampling = Sampling(max_tokens=1, temperature=0.0, logprobs=1)
         request = EngineRequest(RequestId("warm-up"), [0], sampling, cache_salt="warm-up")
         async for _ in self.generate(request):

@@ -14,6 +14,7 @@ from kvferry.engine.vllm.plugins.absent_images import end_requests_of_absent_ima
 from kvferry.engine.vllm.plugins.adapter_page_keys import hash_adapters_by_name
 from kvferry.engine.vllm.plugins.cpu_lora_rows import leave_other_rows_alone
 from kvferry.engine.vllm.plugins.cpu_seeds import take_back_draws_on_the_cpu
+from kvferry.engine.vllm.plugins.cpu_token_ranks import count_without_compiled_code
 from kvferry.engine.vllm.plugins.draft_min_tokens import count_drafts_for_min_tokens
 from kvferry.engine.vllm.plugins.draft_sampling import constrain_steps_with_drafts, expand_settings_of_drafts
 from kvferry.engine.vllm.plugins.grammar_replay import replay_given_tokens
@@ -39,6 +40,7 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             count_drafts_for_min_tokens()
             constrain_steps_with_drafts()
             if on_cpu:
+                count_without_compiled_code()
                 expand_settings_of_drafts()
                 take_back_draws_on_the_cpu()
             if vllm_config.lora_config is not None:
