@@ -27,11 +27,11 @@ REAL_CLUSTER = "real_cluster"  # marked both "cluster" and "model"
 # By marker; a test with several markers needs what the first of them says. Units start in this order, so that the
 # longest ones are first. Engines of `shared_pair` live until the end of the process that started them.
 NEEDS: Mapping[str, Resources] = {
-    REAL_CLUSTER: Resources(cores=2.5, gib=12.0),
+    REAL_CLUSTER: Resources(cores=2.0, gib=12.0),
     "model": Resources(cores=1.5, gib=7.0),
     "cluster": Resources(cores=1.0, gib=4.0),
-    "vllm": Resources(cores=0.5, gib=2.0),
     "shared_pair": Resources(cores=1.5, gib=7.0),
+    "vllm": Resources(cores=0.5, gib=2.0),
     "": Resources(cores=0.5, gib=1.0),
 }
 _PRECEDENCE = ("shared_pair", *NEEDS)

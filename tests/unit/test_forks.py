@@ -155,6 +155,21 @@ def test_one_fork_of_a_process_with_threads_ends_within_its_limits(
     assert threading.active_count() == num_threads
 
 
+@pytest.mark.parametrize("payload", [b"abc", b"null"])
+def test_memory_that_other_threads_map_meanwhile_does_not_count(
+    payload: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, fork = [], os.fork
+
+    def map_and_fork() -> int:
+        kept.append(mapped(2 * MEMORY_BYTES))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", map_and_fork)
+    assert run_in_fork(_end, payload, limits()).outcome is (Outcome.OK if payload == b"abc" else Outcome.CRASHED)
+    assert kept
+
+
 def _exceed_memory(way: bytes) -> bytes:
     match way:
         case b"a failed allocation":

@@ -13,7 +13,7 @@ TWO_CORES = Resources(cores=2.5, gib=22.0)
 MANY_CORES = Resources(cores=16.5, gib=60.0)
 UNITS = [
     *("real_cluster:a", "model:a", "model:b", "cluster:a", "cluster:b"),
-    *("vllm:", "shared_pair:", ":a", ":b", ":c"),
+    *("shared_pair:", "vllm:", ":a", ":b", ":c"),
 ]
 
 
@@ -49,9 +49,10 @@ def test_units_start_until_the_machine_is_full(machine: Resources, together: lis
     assert running == together
 
 
-def test_engines_of_a_cluster_have_two_cores_for_themselves() -> None:
+def test_beside_a_cluster_with_engines_runs_one_that_starts_nothing() -> None:
     assert next_unit(UNITS, [], TWO_CORES) == "real_cluster:a"
-    assert next_unit(UNITS[1:], ["real_cluster:a"], TWO_CORES) is None
+    assert next_unit(UNITS[1:], ["real_cluster:a"], TWO_CORES) == "vllm:"
+    assert next_unit(UNITS[1:], ["real_cluster:a", "vllm:"], TWO_CORES) is None
 
 
 def test_a_unit_that_fits_nowhere_runs_alone() -> None:

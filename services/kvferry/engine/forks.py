@@ -17,6 +17,7 @@ import resource
 import selectors
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ _LOOK_S = 0.01  # between two looks at the forks' memory and time
 # Times its memory limit a fork may map between two looks (RLIMIT_AS). One that then crashes has written to more than
 # half of it, if memory is the cause.
 _HARD_LIMIT = 8
+_MOST_MEMORY = struct.Struct("<QQ")
 _MEMORY_LINES = re.compile(rb"^(\w+):\s*(\d+) kB$", re.MULTILINE)
 
 
@@ -90,15 +92,23 @@ def frame(message: msgspec.Struct) -> bytes:
 _OUT_OF_MEMORY = frame(Verdict(Outcome.MEMORY))  # made before memory is short
 
 
+class _MostMemory(NamedTuple):
+    mapped_bytes: int
+    resident_bytes: int
+
+
 @dataclass(slots=True)
 class _Fork:
     number: int
     pid: int
     deadline_s: float
-    most_mapped_bytes: int
-    most_resident_bytes: int
-    said: bytearray = field(default_factory=bytearray)
+    said: bytearray = field(default_factory=bytearray)  # its most memory, a frame with a verdict, and the result
     killed_for: Outcome | None = None
+
+    @property
+    def most_memory(self) -> _MostMemory | None:
+        """None until the fork works."""
+        return _MostMemory(*_MOST_MEMORY.unpack_from(self.said)) if len(self.said) >= _MOST_MEMORY.size else None
 
 
 class ForkServer:
@@ -166,8 +176,6 @@ class ForkServer:
     def _fork(self, asked: Asked) -> None:
         read_end, write_end = os.pipe()
         parent = os.getpid()
-        memory = _memory_of()
-        most_mapped_bytes = memory.mapped_bytes + self._limits.memory_bytes
         try:
             pid = os.fork()
         except OSError:
@@ -180,9 +188,12 @@ class ForkServer:
             exit_status = 1
             try:
                 _close_inherited(write_end)
-                _limit(self._limits, most_mapped_bytes, parent)
+                # Here: other threads of the process that forks may map memory until it has forked.
+                most = _most_memory(self._limits)
+                _write(write_end, _MOST_MEMORY.pack(*most))
+                _limit(self._limits, most.mapped_bytes, parent)
                 verdict, result = self._work_on(asked.payload)
-                if _memory_of().most_mapped_bytes > most_mapped_bytes:
+                if _memory_of().most_mapped_bytes > most.mapped_bytes:
                     _write(write_end, _OUT_OF_MEMORY)
                 else:
                     _write(write_end, frame(verdict))
@@ -196,8 +207,6 @@ class ForkServer:
             asked.number,
             pid,
             deadline_s=time.monotonic() + self._limits.wall_s,
-            most_mapped_bytes=most_mapped_bytes,
-            most_resident_bytes=memory.anonymous_bytes + _HARD_LIMIT // 2 * self._limits.memory_bytes,
         )
         self._selector.register(read_end, selectors.EVENT_READ)
 
@@ -231,13 +240,14 @@ class ForkServer:
                 return Verdict(Outcome.CPU_TIME)
             how = signal.Signals(number).name
         elif os.WEXITSTATUS(status) == 0:
-            end = LENGTH_BYTES + int.from_bytes(fork.said[:LENGTH_BYTES], "little")
+            said = fork.said[_MOST_MEMORY.size :]
+            end = LENGTH_BYTES + int.from_bytes(said[:LENGTH_BYTES], "little")
             with contextlib.suppress(msgspec.DecodeError):
-                verdict = msgspec.msgpack.decode(fork.said[LENGTH_BYTES:end], type=Verdict)
-                return msgspec.structs.replace(verdict, result=bytes(fork.said[end:]))
+                verdict = msgspec.msgpack.decode(said[LENGTH_BYTES:end], type=Verdict)
+                return msgspec.structs.replace(verdict, result=bytes(said[end:]))
         if fork.killed_for is not None:
             return Verdict(fork.killed_for)
-        if usage.ru_maxrss << 10 > fork.most_resident_bytes:
+        if (most := fork.most_memory) is not None and usage.ru_maxrss << 10 > most.resident_bytes:
             return Verdict(Outcome.MEMORY)
         return Verdict(Outcome.CRASHED, how)
 
@@ -246,7 +256,7 @@ class ForkServer:
         for fork in self._pipe_to_fork.values():
             if fork.killed_for is not None:
                 continue
-            if _memory_of(fork.pid).most_mapped_bytes > fork.most_mapped_bytes:
+            if (most := fork.most_memory) is not None and _memory_of(fork.pid).most_mapped_bytes > most.mapped_bytes:
                 fork.killed_for = Outcome.MEMORY
             elif now_s >= fork.deadline_s:
                 fork.killed_for = Outcome.LATE
@@ -319,6 +329,14 @@ def _memory_of(pid: int | str = "self") -> _Memory:
     mapped_bytes, resident_bytes = found.get(b"VmSize", 0), found.get(b"VmRSS", 0)
     # Not every kernel has these two.
     return _Memory(found.get(b"VmPeak", mapped_bytes), mapped_bytes, found.get(b"RssAnon", resident_bytes))
+
+
+def _most_memory(limits: ForkLimits) -> _MostMemory:
+    memory = _memory_of()
+    return _MostMemory(
+        mapped_bytes=memory.mapped_bytes + limits.memory_bytes,
+        resident_bytes=memory.anonymous_bytes + _HARD_LIMIT // 2 * limits.memory_bytes,
+    )
 
 
 def _write(pipe: int, payload: bytes) -> None:
