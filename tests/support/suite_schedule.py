@@ -17,7 +17,7 @@ from xdist.workermanage import WorkerController
 
 @dataclass(frozen=True)
 class Resources:
-    """`cores` is an average over a test: most of its processes wait for each other."""
+    """`cores` are those that it must not wait for: engines and clusters have limits of time, functions have none."""
 
     cores: float
     gib: float
@@ -28,11 +28,11 @@ REAL_CLUSTER = "real_cluster"  # marked both "cluster" and "model"
 # longest ones are first. Engines of `shared_pair` live until the end of the process that started them.
 NEEDS: Mapping[str, Resources] = {
     REAL_CLUSTER: Resources(cores=2.0, gib=12.0),
-    "model": Resources(cores=1.5, gib=7.0),
-    "cluster": Resources(cores=1.0, gib=4.0),
-    "shared_pair": Resources(cores=1.5, gib=7.0),
-    "vllm": Resources(cores=0.5, gib=2.0),
-    "": Resources(cores=0.5, gib=1.0),
+    "model": Resources(cores=1.1, gib=6.0),
+    "shared_pair": Resources(cores=1.1, gib=6.0),
+    "cluster": Resources(cores=0.6, gib=4.0),
+    "vllm": Resources(cores=0.125, gib=2.0),
+    "": Resources(cores=0.125, gib=1.0),
 }
 _PRECEDENCE = ("shared_pair", *NEEDS)
 
@@ -46,15 +46,20 @@ def unit_of(path: str, markers: Iterable[str]) -> str:
     return f"{marker}:" if marker in ("vllm", "shared_pair") else f"{marker}:{path}"
 
 
-def next_unit(waiting: Iterable[str], running: Sequence[str], machine: Resources) -> str | None:
-    """Return the first unit that fits beside the running ones, or that runs alone."""
-    cores = sum(_needs_of(unit).cores for unit in running)
-    gib = sum(_needs_of(unit).gib for unit in running)
-    for unit in sorted(waiting, key=_rank_of):
-        needs = _needs_of(unit)
-        if not running or (cores + needs.cores <= machine.cores and gib + needs.gib <= machine.gib):
-            return unit
-    return None
+def next_unit(
+    waiting: Iterable[str], running: Sequence[str], machine: Resources, *, held: Sequence[str] = ()
+) -> str | None:
+    """Return the first unit that fits beside the running ones, or that runs alone.
+
+    `held` are units that are not over and do not run: they have memory, and need no cores.
+    """
+    return next((unit for unit in sorted(waiting, key=_rank_of) if _fits(unit, running, machine, held)), None)
+
+
+def _fits(unit: str, running: Sequence[str], machine: Resources, held: Sequence[str] = ()) -> bool:
+    cores = sum(_needs_of(each).cores for each in (unit, *running))
+    gib = sum(_needs_of(each).gib for each in (unit, *running, *held))
+    return not running or (cores <= machine.cores and gib <= machine.gib)
 
 
 def _needs_of(unit: str) -> Resources:
@@ -97,18 +102,22 @@ class UnitScheduling(LoadScopeScheduling):
         return self._nodeid_to_unit[nodeid]
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        # Units of this process run one after the other, so they do not count.
-        running = [
-            unit
-            for other, units in self.assigned_work.items()
-            if other is not node
-            for unit, tests in units.items()
-            if not all(tests.values())
-        ]
-        unit = next_unit(self.workqueue, running, self._machine)
-        if unit is not None:
+        # A process runs a test when it has the next one: with one test left it waits. Its units run in turn.
+        running, held = list[str](), list[str]()
+        for other in self.nodes:
+            if other is not node:
+                (running if self._is_running(other) else held).extend(self._unfinished(other))
+        own = [] if self._is_running(node) else self._unfinished(node)
+        unit = next_unit(self.workqueue, running, self._machine, held=held)
+        if unit is not None and all(_fits(each, running, self._machine) for each in own):
             self.workqueue.move_to_end(unit, last=False)
             super()._assign_work_unit(node)
+
+    def _is_running(self, node: WorkerController) -> bool:
+        return node.shutting_down or self._pending_of(self.assigned_work[node]) > 1
+
+    def _unfinished(self, node: WorkerController) -> list[str]:
+        return [unit for unit, tests in self.assigned_work[node].items() if not all(tests.values())]
 
     def mark_test_complete(self, node: WorkerController, item_index: int, duration: float = 0) -> None:
         super().mark_test_complete(node, item_index, duration)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.suite_schedule import NEEDS, Resources, next_unit, unit_of
+from support.suite_schedule import NEEDS, Resources, UnitScheduling, next_unit, unit_of
 
 ONE_CORE = Resources(cores=1.5, gib=14.0)
 TWO_CORES = Resources(cores=2.5, gib=22.0)
 MANY_CORES = Resources(cores=16.5, gib=60.0)
 UNITS = [
-    *("real_cluster:a", "model:a", "model:b", "cluster:a", "cluster:b"),
-    *("shared_pair:", "vllm:", ":a", ":b", ":c"),
+    *("real_cluster:a", "model:a", "model:b", "shared_pair:", "cluster:a", "cluster:b"),
+    *("vllm:", ":a", ":b", ":c"),
 ]
 
 
@@ -36,8 +43,8 @@ def test_a_marker_names_the_unit(markers: tuple[str, ...], unit: str) -> None:
 @pytest.mark.parametrize(
     ("machine", "together"),
     [
-        (ONE_CORE, ["model:a"]),
-        (TWO_CORES, ["model:a", "cluster:a"]),
+        (ONE_CORE, ["model:a", "vllm:", ":a", ":b"]),
+        (TWO_CORES, ["model:a", "model:b", "vllm:", ":a"]),
         (MANY_CORES, UNITS[1:]),
     ],
 )
@@ -49,10 +56,17 @@ def test_units_start_until_the_machine_is_full(machine: Resources, together: lis
     assert running == together
 
 
-def test_beside_a_cluster_with_engines_runs_one_that_starts_nothing() -> None:
+def test_beside_a_cluster_with_engines_no_other_starts() -> None:
     assert next_unit(UNITS, [], TWO_CORES) == "real_cluster:a"
     assert next_unit(UNITS[1:], ["real_cluster:a"], TWO_CORES) == "vllm:"
-    assert next_unit(UNITS[1:], ["real_cluster:a", "vllm:"], TWO_CORES) is None
+    assert next_unit(UNITS[1:6], ["real_cluster:a"], TWO_CORES) is None
+
+
+def test_what_waits_for_a_process_has_its_memory_and_needs_no_cores() -> None:
+    machine = Resources(cores=2.5, gib=14.0)
+    assert next_unit(UNITS[1:], [":z"], machine, held=["real_cluster:a"]) == ":a"
+    assert next_unit(UNITS[1:], [":z"], machine, held=["model:z"]) == "model:a"
+    assert next_unit(UNITS[1:], [], machine, held=["real_cluster:a"]) == "model:a"
 
 
 def test_a_unit_that_fits_nowhere_runs_alone() -> None:
@@ -72,3 +86,52 @@ def test_never_more_than_the_machine_has(waiting: list[str], running: list[str],
         needs = [NEEDS[each.partition(":")[0]] for each in (unit, *running)]
         assert sum(each.cores for each in needs) <= machine.cores
         assert sum(each.gib for each in needs) <= machine.gib
+
+
+class Node:
+    """A process of pytest-xdist: it runs a test when it has the next one, or has been told that there is none."""
+
+    def __init__(self, name: str) -> None:
+        self.gateway = SimpleNamespace(id=name)
+        self.queue: list[int] = []
+        self.shutting_down = False
+
+    def send_runtest_some(self, indices: Sequence[int]) -> None:
+        assert not self.shutting_down
+        self.queue += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+    @property
+    def is_running(self) -> bool:
+        return len(self.queue) > (0 if self.shutting_down else 1)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_test_runs_and_never_more_than_the_machine_has(seed: int) -> None:
+    seeded = random.Random(seed)
+    kinds = [(seeded.choice([*NEEDS]), seeded.randint(1, 4)) for _ in range(seeded.randint(1, 12))]
+    machine = Resources(seeded.uniform(0, 4), seeded.uniform(0, 30))
+    units = {f"file{i}.py::test{j}": f"{kind}:{i}" for i, (kind, count) in enumerate(kinds) for j in range(count)}
+    tests = list(units)
+    config: Any = SimpleNamespace(option=SimpleNamespace(loadscopereorder=False), getvalue=lambda name: None)
+    nodes: list[Any] = [Node(f"gw{i}") for i in range(seeded.randint(1, 4))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("xdist.scheduler.loadscope.parse_tx_spec_config", lambda config: nodes)
+        patch.setattr(Path, "read_text", lambda self, encoding: json.dumps(units))
+        schedule = UnitScheduling(config, SimpleNamespace(loadscopesched=print), units=Path("units"), machine=machine)
+        for node in nodes:
+            schedule.add_node(node)
+        for node in nodes:
+            schedule.add_node_collection(node, tests)
+        schedule.schedule()
+    done = list[int]()
+    while running := [node for node in nodes if node.is_running]:
+        needs = [NEEDS[units[tests[node.queue[0]]].partition(":")[0]] for node in running if not node.shutting_down]
+        assert len(needs) < 2 or sum(each.cores for each in needs) <= machine.cores
+        node = seeded.choice(running)
+        index = node.queue.pop(0)
+        done.append(index)
+        schedule.mark_test_complete(node, index)
+    assert sorted(done) == list(range(len(tests)))
