@@ -51,5 +51,7 @@ def imitated(processor: Processor) -> Iterator[None]:
         mock.patch.object(type(current_platform), "get_cpu_architecture", return_value=CpuArchEnum.X86),
         mock.patch("platform.machine", return_value="x86_64"),
     ):
-        yield
-    _cached_get_attn_backend.cache_clear()
+        try:
+            yield
+        finally:
+            _cached_get_attn_backend.cache_clear()

@@ -93,10 +93,26 @@ class UnitScheduling(LoadScopeScheduling):
         self._machine = machine
         self._nodeid_to_unit: Mapping[str, str] = {}
 
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Return the test that ended the process, which is not run again."""
+        work = self.assigned_work.pop(node)
+        crashed = next((test for tests in work.values() for test, is_done in tests.items() if not is_done), None)
+        if crashed is not None:
+            work[self._split_scope(crashed)][crashed] = True
+            self.workqueue.update({unit: tests for unit, tests in work.items() if not all(tests.values())})
+            for other in self.nodes:
+                self._reschedule(other)
+        return crashed
+
     def schedule(self) -> None:
-        if not self._nodeid_to_unit:
+        if not self._nodeid_to_unit and any(self.registered_collections.values()):
             self._nodeid_to_unit = json.loads(self._file.read_text(encoding="utf-8"))
+        is_first = self.collection is None
         super().schedule()
+        num_before = -1
+        while not is_first and num_before != (num_before := len(self.workqueue)):
+            # A process in the place of one that crashed waits until it has two tests.
+            super().schedule()
 
     def _split_scope(self, nodeid: str) -> str:
         return self._nodeid_to_unit[nodeid]

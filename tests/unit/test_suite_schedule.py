@@ -108,8 +108,9 @@ class Node:
         return len(self.queue) > (0 if self.shutting_down else 1)
 
 
+@pytest.mark.parametrize("crashes", [False, True])
 @pytest.mark.parametrize("seed", range(200))
-def test_every_test_runs_and_never_more_than_the_machine_has(seed: int) -> None:
+def test_every_test_runs_and_never_more_than_the_machine_has(seed: int, crashes: bool) -> None:
     seeded = random.Random(seed)
     kinds = [(seeded.choice([*NEEDS]), seeded.randint(1, 4)) for _ in range(seeded.randint(1, 12))]
     machine = Resources(seeded.uniform(0, 4), seeded.uniform(0, 30))
@@ -131,6 +132,15 @@ def test_every_test_runs_and_never_more_than_the_machine_has(seed: int) -> None:
         needs = [NEEDS[units[tests[node.queue[0]]].partition(":")[0]] for node in running if not node.shutting_down]
         assert len(needs) < 2 or sum(each.cores for each in needs) <= machine.cores
         node = seeded.choice(running)
+        if crashes and seeded.random() < 0.2:
+            crashes = False
+            nodes[nodes.index(node)] = other = Node("gw9")
+            assert schedule.remove_node(node) == tests[node.queue[0]]
+            done.append(node.queue[0])
+            schedule.add_node(other)
+            schedule.add_node_collection(other, tests)
+            schedule.schedule()
+            continue
         index = node.queue.pop(0)
         done.append(index)
         schedule.mark_test_complete(node, index)
