@@ -34,6 +34,8 @@ _PROGRAMS_OF_RAY = (
     b"/ray/_private/log_monitor.py",
     b"ray.util.client.server",
     b"ray::ServeController",
+    b"ray::RuntimeEnvAgent",
+    b"ray::DashboardAgent",
 )
 
 
