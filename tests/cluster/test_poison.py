@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.gateway.lifecycle import build_renderer
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
+from kvferry.router.engine_losses import MAX_BLAMELESS_LOSSES
 from kvferry.worker import lifecycle
 from kvferry.worker.lifecycle import WorkerHost
 from support.waiting import PATIENCE_S, SOON_S, until, wait_until
@@ -248,6 +250,43 @@ async def test_a_stream_of_another_gateway_outlives_both_engines_that_it_ends(po
             assert answer.json()["error"]["code"] == "request_quarantined"
             assert num_dead(cluster) == 2
             assert texts(await stream) == [expected]
+
+
+async def test_a_request_that_ends_engines_after_some_tokens_is_refused_beside_those_of_another_gateway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which has requests without an output on each engine that it ends."""
+    generate = SimEngine.generate
+
+    async def generate_and_end(engine: SimEngine, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        num_tokens = 0
+        async for output in generate(engine, request):
+            yield output
+            num_tokens += len(output.token_ids)
+            if POISON_TOKEN in list(request.prompt_token_ids) and num_tokens >= 5:
+                engine.kill()
+
+    monkeypatch.setattr(SimEngine, "generate", generate_and_end)
+    async with running(0, 8, sim={**SIM, "prefill_tokens_per_s": 200.0}) as cluster:
+        first, second = cluster.gateway, await cluster.add_gateway()
+        await cluster.ready()
+
+        async def keep_asking(http: httpx.AsyncClient, client: int) -> None:
+            for i in itertools.count():
+                await ask(http, " ".join(f"o{client}x{i}x{j}" for j in range(30)), max_tokens=2)
+
+        cluster.gateway = second
+        async with client_of(cluster) as others:
+            asking = [asyncio.create_task(keep_asking(others, client)) for client in range(24)]
+            await until(lambda: all(engine.stats().num_waiting for _, engine in cluster.workers), what="all are busy")
+            cluster.gateway = first
+            async with client_of(cluster) as http, asyncio.timeout(SOON_S):
+                answer = await ask(http, POISON, max_tokens=400)
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "request_quarantined")
+        assert num_dead(cluster) <= MAX_BLAMELESS_LOSSES
 
 
 async def test_copies_of_a_poison_lose_no_more_workers_than_were_hit_at_once(poisoned: object) -> None:

@@ -26,6 +26,8 @@ MAX_LOSSES = 2
 # token, and in all.
 MAX_LOSSES_WITHOUT_PROGRESS = 4
 MAX_SHARED_LOSSES = 8
+# For which its workers hold others, of any gateway, to blame. In all: a request may end each engine after a few tokens.
+MAX_BLAMELESS_LOSSES = 4
 # In a row without a further token, with those that were forgiven: a request may hang each engine for a while only.
 MAX_LOSSES_IN_A_ROW = 6
 
@@ -55,6 +57,7 @@ class RequestLosses:
     """Losses of one request, over all its attempts."""
 
     __slots__ = (
+        "_num_blameless",
         "_num_in_a_row",
         "_num_shared",
         "_num_tokens",
@@ -70,6 +73,7 @@ class RequestLosses:
         self.num_blamed = 0
         self.workers: list[MemberId] = []
         self._num_tokens = 0
+        self._num_blameless = 0
         self._num_in_a_row = 0
         self._num_shared = 0
         self._num_without_progress = 0
@@ -90,6 +94,7 @@ class RequestLosses:
             or self._num_without_progress >= MAX_LOSSES_WITHOUT_PROGRESS
             or self._num_shared >= MAX_SHARED_LOSSES
             or self._num_in_a_row >= MAX_LOSSES_IN_A_ROW
+            or self._num_blameless >= MAX_BLAMELESS_LOSSES
         )
 
     def add(
@@ -114,6 +119,10 @@ class RequestLosses:
         self._num_without_progress += 1
         self._num_unclear += not is_shared
         return False
+
+    def add_blameless(self, worker: MemberId) -> None:
+        self.workers.append(worker)
+        self._num_blameless += 1
 
     def adopt(self, num_blamed: int) -> None:
         """Be as suspect as a copy of this request."""
@@ -155,7 +164,7 @@ class EngineLosses:
         `has_vanished`: its worker went away without a word. Return whether the request is blamed.
         """
         if is_blameless:
-            losses.workers.append(engine[0])
+            losses.add_blameless(engine[0])
             return False
         suspects = self._suspects.get(engine)
         if suspects is None:

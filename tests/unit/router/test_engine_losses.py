@@ -13,6 +13,7 @@ from kvferry.membership.base import MemberId
 from kvferry.router.engine_losses import (
     BLAMED_S,
     MAX_BLAMED,
+    MAX_BLAMELESS_LOSSES,
     MAX_LOSSES_IN_A_ROW,
     MAX_LOSSES_WITHOUT_PROGRESS,
     MAX_SHARED_LOSSES,
@@ -60,6 +61,17 @@ def test_streams_are_not_blamed_beside_a_request_without_an_output() -> None:
     for _ in range(20):
         lose(engines, [*streams, RequestLosses()])
     assert not any(stream.are_too_many for stream in streams)
+
+
+def test_a_request_that_is_never_to_blame_loses_four_engines_at_most() -> None:
+    engines, request = EngineLosses(), answered()
+    for i in range(MAX_BLAMELESS_LOSSES):
+        assert not request.are_too_many
+        engines.begin((A, i), request)
+        assert not engines.lose((A, i), request, i + 1, 0.0, is_blameless=True)
+        engines.end((A, i), request)
+    assert request.are_too_many
+    assert (request.num_blamed, request.workers) == (0, [A] * MAX_BLAMELESS_LOSSES)
 
 
 def test_streams_that_lose_engines_together_go_on_while_they_progress() -> None:
