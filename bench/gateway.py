@@ -311,6 +311,9 @@ class Load:
         return head.encode() + body
 
 
+ERROR_EVENT = b'data: {"error"'  # ends a stream whose status was 200
+
+
 class Connection(asyncio.Protocol):
     """One request at a time, over and over. `ended` raises BenchFailed where one fails."""
 
@@ -357,6 +360,10 @@ class Connection(asyncio.Protocol):
             self._missing = int(length[0]) if length else None
         if self._status != "200":
             self._refusal += data
+        seen = self._tail + data
+        if self._status == "200" and ERROR_EVENT in seen:
+            self._fail(seen[seen.index(ERROR_EVENT) :][:200].decode(errors="replace"))
+            return
         num_events = data.count(b"data: {")
         if not self._first_s and (num_events or not self._load.case.stream):
             self._first_s = now
@@ -365,8 +372,8 @@ class Connection(asyncio.Protocol):
             self._missing -= len(data)
             finished = self._missing <= 0
         else:
-            self._tail = (self._tail + data)[-7:]
-            finished = self._tail.endswith(b"\r\n0\r\n\r\n") or self._tail == b"0\r\n\r\n"
+            finished = seen.endswith(b"\r\n0\r\n\r\n") or seen == b"0\r\n\r\n"
+        self._tail = seen[-len(ERROR_EVENT) :]
         if finished:
             self._finish(now)
 

@@ -44,7 +44,16 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.gateway import Children, bench_config, find_model, make_renderer_of, run_gateway, say, told_to_end
+from bench.gateway import (
+    ERROR_EVENT,
+    Children,
+    bench_config,
+    find_model,
+    make_renderer_of,
+    run_gateway,
+    say,
+    told_to_end,
+)
 from bench.results import BenchFailed, Results, run_benchmark
 from bench.worst_bodies import MODEL, WORST_BODIES, WorstBody
 from kvferry import config as configuration
@@ -166,6 +175,7 @@ class Stream(asyncio.Protocol):
         self._step_s = step_s
         self._gaps = gaps
         self._last_s = 0.0
+        self._tail = b""
         self._failure = failure
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -177,6 +187,10 @@ class Stream(asyncio.Protocol):
         now_s = time.monotonic()
         if not data.startswith((b"HTTP/1.1 200", b"data: ")) and b"data: " not in data:
             self._fail(data[:200].decode(errors="replace"))
+        seen = self._tail + data
+        if ERROR_EVENT in seen:
+            self._fail(seen[seen.index(ERROR_EVENT) :][:200].decode(errors="replace"))
+        self._tail = data[-len(ERROR_EVENT) :]
         if self._last_s and now_s - self._last_s - self._step_s > NOTED_S:
             self._gaps.append((now_s, now_s - self._last_s - self._step_s))
         self._last_s = now_s

@@ -13,6 +13,8 @@ EVENT = b'data: {"choices": []}\n\n'
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 WHOLE = CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (8 * len(EVENT), 8 * EVENT)
 CUT = CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (2 * len(EVENT), 2 * EVENT)
+ERROR = b'data: {"error": {"message": "the engine died"}}\n\n'
+ENDED = CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (8 * len(EVENT) + len(ERROR), 8 * EVENT + ERROR)
 REFUSED = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 9\r\n\r\nno worker"
 
 
@@ -50,6 +52,7 @@ async def test_a_run_counts_its_requests(capsys: pytest.CaptureFixture[str]) -> 
     [
         ([WHOLE, REFUSED], "request 2: 503: no worker"),
         ([WHOLE, CUT], "request 2: cut short after 2 events"),
+        ([WHOLE, ENDED], 'request 2: data: {"error": {"message": "the engine died"}}\n\n\r\n0\r\n\r\n'),
         ([WHOLE], "request 2: the connection was lost"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
-from bench.neighbours import Sent, Watches, post, results_of, run_streams, send_all, summary
+from bench.neighbours import Sent, Stream, Watches, post, results_of, run_streams, send_all, summary
 from bench.results import BenchFailed
 from bench.worst_bodies import MAX_BODY_BYTES, MODEL, WORST_BODIES, WorstBody
 from kvferry import config as configuration
@@ -19,7 +19,7 @@ from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.base import MemberKind
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.worker.lifecycle import WorkerHost, build_engine
-from support.waiting import until
+from support.waiting import SOON_S, until
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -104,3 +104,29 @@ async def test_the_first_stream_that_fails_ends_all(tmp_path: Path, capsys: pyte
         await run_streams({"port": port, "streams": 2, "step_s": 0.005, "gaps": str(gaps)})
     assert json.loads(capsys.readouterr().out) == {"streams": 2}
     assert json.loads(gaps.read_text())["failure"].startswith("HTTP/1.1 503")
+
+
+@pytest.mark.asyncio(loop_scope="function")
+@pytest.mark.parametrize("cut", [0, 4])
+async def test_a_stream_that_ends_with_an_error_is_a_failure(cut: int) -> None:
+    event = b'data: {"error": {"message": "the engine died"}}\n\n'
+    answer = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b" % (len(event), event)
+
+    async def fail(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        at = answer.index(b"data: ") + cut
+        writer.write(answer[:at])
+        await asyncio.sleep(0)
+        writer.write(answer[at:])
+        await writer.drain()
+        writer.close()
+
+    failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    async with await asyncio.start_server(fail, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: Stream(port, 8, 0.01, [], failure), "127.0.0.1", port
+        )
+        async with asyncio.timeout(SOON_S):
+            assert (await failure).startswith('data: {"error"')
+        transport.close()
