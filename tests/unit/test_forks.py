@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import faulthandler
 import mmap
 import os
 import signal
@@ -153,6 +154,16 @@ def test_one_fork_of_a_process_with_threads_ends_within_its_limits(
     assert (verdict.outcome, verdict.reason) == (outcome, reason)
     assert verdict.result == (b"cba" if outcome is Outcome.OK else b"")
     assert threading.active_count() == num_threads
+
+
+def test_a_crash_is_left_to_no_handler_of_a_library() -> None:
+    before = signal.signal(signal.SIGSEGV, lambda number, frame: None)
+    try:
+        verdict = run_in_fork(_end, b"null", limits(cpu_s=1.0))
+    finally:
+        signal.signal(signal.SIGSEGV, before)
+        faulthandler.enable()  # pytest's, which Python cannot put back
+    assert (verdict.outcome, verdict.reason) == (Outcome.CRASHED, "SIGSEGV")
 
 
 @pytest.mark.parametrize("payload", [b"abc", b"null"])

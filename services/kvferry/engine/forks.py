@@ -38,6 +38,7 @@ _LOOK_S = 0.01  # between two looks at the forks' memory and time
 # Times its memory limit a fork may map between two looks (RLIMIT_AS). One that then crashes has written to more than
 # half of it, if memory is the cause.
 _HARD_LIMIT = 8
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 _MOST_MEMORY = struct.Struct("<QQ")
 _MEMORY_LINES = re.compile(rb"^(\w+):\s*(\d+) kB$", re.MULTILINE)
 
@@ -358,6 +359,9 @@ def _limit(limits: ForkLimits, most_mapped_bytes: int, parent: int) -> None:
     threading.stack_size(limits.stack_bytes)
     whole_s = int(limits.cpu_s) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (whole_s, whole_s))
+    # With vLLM's imports comes a handler of SIGSEGV, which uses more memory than a fork may have.
+    for number in _CRASHES:
+        signal.signal(number, signal.SIG_DFL)
     # RLIMIT_CPU counts whole seconds. Its default action ends the process, whatever the library is doing.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
