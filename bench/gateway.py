@@ -311,7 +311,14 @@ class Load:
         return head.encode() + body
 
 
-ERROR_EVENT = b'data: {"error"'  # ends a stream whose status was 200
+_ERROR_EVENT = b'data: {"error"'
+TAIL_BYTES = len(_ERROR_EVENT)
+
+
+def error_event(data: bytes) -> str:
+    """Return the event of a stream that fails after its status was 200, or an empty string."""
+    start = data.find(_ERROR_EVENT)
+    return "" if start < 0 else data[start : start + 200].decode(errors="replace")
 
 
 class Connection(asyncio.Protocol):
@@ -361,8 +368,8 @@ class Connection(asyncio.Protocol):
         if self._status != "200":
             self._refusal += data
         seen = self._tail + data
-        if self._status == "200" and ERROR_EVENT in seen:
-            self._fail(seen[seen.index(ERROR_EVENT) :][:200].decode(errors="replace"))
+        if self._status == "200" and (error := error_event(seen)):
+            self._fail(error)
             return
         num_events = data.count(b"data: {")
         if not self._first_s and (num_events or not self._load.case.stream):
@@ -373,7 +380,7 @@ class Connection(asyncio.Protocol):
             finished = self._missing <= 0
         else:
             finished = seen.endswith(b"\r\n0\r\n\r\n") or seen == b"0\r\n\r\n"
-        self._tail = seen[-len(ERROR_EVENT) :]
+        self._tail = seen[-TAIL_BYTES:]
         if finished:
             self._finish(now)
 

@@ -45,9 +45,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gateway import (
-    ERROR_EVENT,
+    TAIL_BYTES,
     Children,
     bench_config,
+    error_event,
     find_model,
     make_renderer_of,
     run_gateway,
@@ -188,9 +189,9 @@ class Stream(asyncio.Protocol):
         if not data.startswith((b"HTTP/1.1 200", b"data: ")) and b"data: " not in data:
             self._fail(data[:200].decode(errors="replace"))
         seen = self._tail + data
-        if ERROR_EVENT in seen:
-            self._fail(seen[seen.index(ERROR_EVENT) :][:200].decode(errors="replace"))
-        self._tail = data[-len(ERROR_EVENT) :]
+        if error := error_event(seen):
+            self._fail(error)
+        self._tail = seen[-TAIL_BYTES:]
         if self._last_s and now_s - self._last_s - self._step_s > NOTED_S:
             self._gaps.append((now_s, now_s - self._last_s - self._step_s))
         self._last_s = now_s

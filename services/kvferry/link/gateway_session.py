@@ -408,7 +408,7 @@ class GatewaySession:
             self._transport.abort()
 
     def engine_died(self, reason: str, *, has_starting: bool) -> None:
-        """`has_starting`: a request of any gateway is in `starting`."""
+        """End all requests. `has_starting`: a request of some gateway never had an output."""
         _log_requests(self.gateway_id, sorted(task.get_name() for task in self.tasks.values()))
         if self._ended:
             return
