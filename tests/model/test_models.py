@@ -26,7 +26,7 @@ from bench.vllm_engines import VllmPair, answer, child_processes, prefill, start
 from kvferry.config import ModelConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, RequestId, Sampling, TierHints, TransferParams
 from kvferry.tenancy.namespace import Namespace
-from support.all_models import ALL_MODELS
+from support.all_models import ALL_MODELS, only_with_all_models
 from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
 from support.waiting import until
@@ -40,7 +40,7 @@ if on_gpu():
     # parallelism has a part of its own in `make gpu-check`.
     TRIED = [name for name in TRIED if name not in {"qwen3-int8", "qwen3-fp8", "qwen3-tp2"}]
 WINDOWED = {"gemma3", "mistral"}
-TIERED = [name for name in TRIED if name not in WINDOWED]
+TIERED = [name for name in TRIED if name not in WINDOWED] or [pytest.param("qwen3", marks=only_with_all_models)]
 # vLLM inspects each in a process of its own.
 INSPECTED = [*SHOWN, *REFUSED] if ALL_MODELS else ["gemma3", "deepseek-v2"]
 

@@ -10,9 +10,7 @@ from kvferry.engine.base import EngineRequest, RequestId, Sampling
 
 pytestmark = [
     pytest.mark.model,
-    pytest.mark.skipif(
-        not on_gpu(), reason="GPUs are asked by `make gpu-check`; on CPUs vLLM's fp8 pages need AVX-512"
-    ),
+    pytest.mark.skipif(not on_gpu(), reason="needs a GPU: `make gpu-check` runs it"),
 ]
 
 GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)

@@ -50,7 +50,7 @@ class SuiteReport:
         if self._file is not None:
             self._file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         write = terminalreporter.write_line
-        terminalreporter.section("this run")
+        terminalreporter.section("this machine during the run")
         write("{processor}, {cores} cores ({features}), {memory_gib} GiB".format(**report))
         write(
             "{wall_s} s; memory at most {peak_gib} GiB more than at the start; load average at most {peak_load}".format(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -17,7 +18,9 @@ async def until(condition: Callable[[], bool], *, within_s: float = PATIENCE_S, 
     deadline = asyncio.get_running_loop().time() + within_s
     pauses = _pauses()
     while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {what or condition}"
+        assert asyncio.get_running_loop().time() < deadline, (
+            f"not within {within_s:g} s: {what or _source_of(condition)}"
+        )
         await asyncio.sleep(next(pauses))
 
 
@@ -28,7 +31,9 @@ async def until_async(
     deadline = asyncio.get_running_loop().time() + within_s
     pauses = _pauses()
     while not await condition():
-        assert asyncio.get_running_loop().time() < deadline, f"not within {within_s:g} s: {what or condition}"
+        assert asyncio.get_running_loop().time() < deadline, (
+            f"not within {within_s:g} s: {what or _source_of(condition)}"
+        )
         await asyncio.sleep(next(pauses))
 
 
@@ -37,8 +42,15 @@ def wait_until(condition: Callable[[], bool], *, within_s: float = PATIENCE_S, w
     deadline = time.monotonic() + within_s
     pauses = _pauses()
     while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what or condition}"
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what or _source_of(condition)}"
         time.sleep(next(pauses))
+
+
+def _source_of(condition: object) -> str:
+    """Return the line that begins the condition, with its place."""
+    code = getattr(condition, "__code__", None)
+    line = linecache.getline(code.co_filename, code.co_firstlineno).strip() if code is not None else ""
+    return f"{line} ({code.co_filename}:{code.co_firstlineno})" if line else repr(condition)
 
 
 def _pauses() -> Iterator[float]:

@@ -108,6 +108,11 @@ def filled(num_bytes: int = 1 << 20) -> list[mmap.mmap]:
         kept[-1].write(bytes(num_bytes))
 
 
+def _pipe() -> int:
+    """Return the pipe of this fork, whose other files are standard ones."""
+    return next(fd for fd in range(3, 1 << 16) if Path(f"/proc/self/fd/{fd}").exists())
+
+
 def _end(payload: bytes) -> bytes:
     match payload:
         case b"refuse":
@@ -125,6 +130,22 @@ def _end(payload: bytes) -> bytes:
             ctypes.memset(0, 1, 1)
         case b"abort":
             os.abort()
+        case b"signal 40":
+            os.kill(os.getpid(), 40)
+        case b"close the pipe":
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            threading.Event().wait()
+        case b"leave a child with the pipe":
+            if not os.fork():
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            threading.Event().wait()
+        case b"no text in the verdict":
+            said = b"\x81\xa7outcome\xa2\xff\xfe"
+            os.write(_pipe(), len(said).to_bytes(LENGTH_BYTES, "little") + said)
+            os._exit(0)
+        case b"write without end":
+            while True:
+                os.write(_pipe(), bytes(1 << 20))
         case b"most of the memory":
             return bytes(MEMORY_BYTES - (8 << 20))
     return payload[::-1]
@@ -141,13 +162,18 @@ def _end(payload: bytes) -> bytes:
         (b"exit", Outcome.CRASHED, "no verdict"),
         (b"null", Outcome.CRASHED, "SIGSEGV"),
         (b"abort", Outcome.CRASHED, "SIGABRT"),
+        (b"signal 40", Outcome.CRASHED, "signal 40"),
+        (b"close the pipe", Outcome.CRASHED, "SIGKILL"),
+        (b"leave a child with the pipe", Outcome.LATE, ""),
+        (b"no text in the verdict", Outcome.CRASHED, "no verdict"),
+        (b"write without end", Outcome.MEMORY, ""),
     ],
 )
 def test_one_fork_of_a_process_with_threads_ends_within_its_limits(
     payload: bytes, outcome: Outcome, reason: str
 ) -> None:
     num_threads = threading.active_count()
-    wall_s = 1.0 if payload == b"wait" else PATIENCE_S
+    wall_s = 1.0 if outcome is Outcome.LATE else PATIENCE_S
     cpu_s = 0.3 if payload == b"loop" else PATIENCE_S
     verdict = run_in_fork(_end, payload, limits(cpu_s, wall_s))
     assert (verdict.outcome, verdict.reason) == (outcome, reason)
@@ -186,6 +212,29 @@ def test_memory_that_other_threads_map_meanwhile_does_not_count(
     monkeypatch.setattr(os, "fork", map_and_fork)
     assert run_in_fork(_end, payload, limits()).outcome is (Outcome.OK if payload == b"abc" else Outcome.CRASHED)
     assert kept
+
+
+def _use_some_memory(_: bytes) -> bytes:
+    return b"".join([bytes(32 << 10) for _ in range(16)])[:3]
+
+
+def test_memory_that_malloc_maps_and_does_not_use_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, malloc, free, kept = os.fork, ctypes.CDLL(None).malloc, ctypes.CDLL(None).free, []
+    malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+    def fill_heap_and_fork() -> int:
+        """glibc has heaps of 64 MiB, at multiples of it, for all threads but the first one."""
+        while not kept or kept[-1] % (64 << 20) < (64 << 20) - (256 << 10):
+            kept.append(malloc(32 << 10))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fill_heap_and_fork)
+    try:
+        verdict = run_in_fork(_use_some_memory, b"", limits())
+    finally:
+        for address in kept:
+            free(address)
+    assert (verdict.outcome, verdict.result) == (Outcome.OK, bytes(3))
 
 
 def _exceed_memory(way: bytes) -> bytes:

@@ -147,3 +147,23 @@ def test_stopping_takes_turns_of_the_loop_and_no_time(run: Callable[..., None]) 
             writer.close()
 
     run(attempt())
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_a_connection_that_is_being_accepted_ends_with_the_server(num_turns: int) -> None:
+    """Not with asyncio's own loop, which leaves such a socket to the garbage collector."""
+
+    async def attempt() -> None:
+        app = App()
+        app.released.set()
+        async with serving(app) as (server, port):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(REQUEST)
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                await server.stop()
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                    assert not server.state.connections
+
+    uvloop.run(attempt())

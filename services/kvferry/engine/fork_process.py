@@ -28,7 +28,7 @@ WALL_PER_CPU = 5.0  # of a fork's limits: the machine may be busy
 
 _SLOW_START_S = 120.0  # from then on requests are refused, and do not wait for the start
 # A start has no limit of time: on a machine whose cores others use, 15 s of CPU time take many minutes. One that waits
-# for a core gets some CPU time every few seconds; one that gets none for so long hangs.
+# for a core gets seconds of CPU time in that time; one that gets less than a second hangs, though a thread may poll.
 _STILL_START_S = 600.0
 _MOST_START_CPU_S = 600.0
 _START_PERIOD_S = 1.0  # between two looks at a start
@@ -177,8 +177,8 @@ class ForkProcess:
         is_slow = False
         while not await process.is_ready(within_s=_START_PERIOD_S):
             self._start_cpu_s = process.cpu_s()
-            if hang_detector.is_hung(time.monotonic(), self._start_cpu_s, busy=True):
-                raise _Ended(f"it used no CPU time for {_STILL_START_S:g} s")
+            if hang_detector.is_hung(time.monotonic(), int(self._start_cpu_s), busy=True):
+                raise _Ended(f"it used less than 1 s of CPU time in {_STILL_START_S:g} s")
             if self._start_cpu_s >= _MOST_START_CPU_S:
                 raise _Ended(f"it used {self._start_cpu_s:.1f} s of CPU time")
             if not is_slow and time.monotonic() >= self._start_began_s + _SLOW_START_S:

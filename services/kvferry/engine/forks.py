@@ -38,6 +38,9 @@ _LOOK_S = 0.01  # between two looks at the forks' memory and time
 # Times its memory limit a fork may map between two looks (RLIMIT_AS). One that then crashes has written to more than
 # half of it, if memory is the cause.
 _HARD_LIMIT = 8
+# glibc's malloc maps 128 MiB at once, of which it uses little, when the memory that a thread allocates from is full. It
+# would count against the limit: 4 MiB are allocated before memory is measured, so that it maps them then.
+_MALLOC_BYTES, _NUM_MALLOCS = 64 << 10, 64
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 _MOST_MEMORY = struct.Struct("<QQ")
 _MEMORY_LINES = re.compile(rb"^(\w+):\s*(\d+) kB$", re.MULTILINE)
@@ -189,6 +192,7 @@ class ForkServer:
             exit_status = 1
             try:
                 _close_inherited(write_end)
+                in_use = [bytearray(_MALLOC_BYTES) for _ in range(_NUM_MALLOCS)]
                 # Here: other threads of the process that forks may map memory until it has forked.
                 most = _most_memory(self._limits)
                 _write(write_end, _MOST_MEMORY.pack(*most))
@@ -200,6 +204,7 @@ class ForkServer:
                     _write(write_end, frame(verdict))
                     # Not encoded: that takes a copy, and where memory is short msgspec ends the process (SIGSEGV).
                     _write(write_end, result)
+                del in_use
                 exit_status = 0
             finally:
                 os._exit(exit_status)
@@ -223,11 +228,17 @@ class ForkServer:
         fork = self._pipe_to_fork[pipe]
         data = os.read(pipe, _READ_BYTES)
         fork.said += data
-        if data:
-            return
+        if len(fork.said) > self._limits.memory_bytes + _READ_BYTES:
+            fork.killed_for = Outcome.MEMORY
+        if not data or fork.killed_for is not None:
+            self._reap(pipe)
+
+    def _reap(self, pipe: int) -> None:
+        """End a fork and answer. It may live on without its pipe, and a child of it may keep the pipe."""
+        fork = self._pipe_to_fork.pop(pipe)
         self._selector.unregister(pipe)
         os.close(pipe)
-        del self._pipe_to_fork[pipe]
+        os.kill(fork.pid, signal.SIGKILL)  # one that exits keeps its status: it is set before its pipe is closed
         _, status, usage = os.wait4(fork.pid, 0)
         verdict = self._end_of(fork, status, usage)
         cpu_s = usage.ru_utime + usage.ru_stime
@@ -239,31 +250,29 @@ class ForkServer:
             number = os.WTERMSIG(status)
             if number in (signal.SIGPROF, signal.SIGXCPU):
                 return Verdict(Outcome.CPU_TIME)
-            how = signal.Signals(number).name
-        elif os.WEXITSTATUS(status) == 0:
+            how = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+        if fork.killed_for is not None:
+            return Verdict(fork.killed_for)  # what it said may be cut
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
             said = fork.said[_MOST_MEMORY.size :]
             end = LENGTH_BYTES + int.from_bytes(said[:LENGTH_BYTES], "little")
-            with contextlib.suppress(msgspec.DecodeError):
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                 verdict = msgspec.msgpack.decode(said[LENGTH_BYTES:end], type=Verdict)
                 return msgspec.structs.replace(verdict, result=bytes(said[end:]))
-        if fork.killed_for is not None:
-            return Verdict(fork.killed_for)
         if (most := fork.most_memory) is not None and usage.ru_maxrss << 10 > most.resident_bytes:
             return Verdict(Outcome.MEMORY)
         return Verdict(Outcome.CRASHED, how)
 
     def _kill_exceeding(self) -> None:
         now_s = time.monotonic()
-        for fork in self._pipe_to_fork.values():
-            if fork.killed_for is not None:
-                continue
+        for pipe, fork in list(self._pipe_to_fork.items()):
             if (most := fork.most_memory) is not None and _memory_of(fork.pid).most_mapped_bytes > most.mapped_bytes:
                 fork.killed_for = Outcome.MEMORY
             elif now_s >= fork.deadline_s:
                 fork.killed_for = Outcome.LATE
             else:
                 continue
-            os.kill(fork.pid, signal.SIGKILL)  # not reaped yet, so its number is still its own
+            self._reap(pipe)
 
 
 def is_of_memory(error: BaseException | None) -> bool:

@@ -89,7 +89,7 @@ def start_ray(folder: RunFolder, config: ClusterConfig, pace: Pace) -> Ray:
 
 
 def is_of_ray(process: ProcessIdentity) -> bool:
-    """Return whether the process is Ray's own, with nothing to finish: they wait for each other for over 5 s."""
+    """Return whether the process is Ray's own and has nothing to finish: such processes wait for each other for 5 s."""
     try:
         command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
     except OSError:

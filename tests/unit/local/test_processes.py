@@ -24,6 +24,7 @@ from kvferry.local.processes import (
     end_all,
     wait_gone,
 )
+from kvferry.local.ray_process import is_of_ray
 from support.waiting import wait_until
 
 # Of this test process alone: others run the same tests beside it.
@@ -337,3 +338,20 @@ def test_an_empty_entry_in_the_environment_hides_nothing(marks: Marks) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(
+    ("title", "expected"),
+    [
+        ("ray::ServeController", True),
+        ("/lib/ray/core/src/ray/raylet/raylet", True),
+        ("ray::ServeReplica:kvferry:decode", False),
+        ("kvferry.gateway", False),
+    ],
+)
+def test_processes_of_ray_itself_are_told_from_replicas(start: Start, title: str, expected: bool) -> None:
+    assert is_of_ray(start(extra=(title,))) is expected
+
+
+def test_a_process_that_is_gone_is_not_of_ray() -> None:
+    assert not is_of_ray(ProcessIdentity(pid=1 << 30, start_ticks=0))
