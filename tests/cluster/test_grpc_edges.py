@@ -343,6 +343,10 @@ async def test_a_watcher_that_does_not_read_delays_no_other(monkeypatch: pytest.
         async def write(self, _: object) -> None:
             await asyncio.Event().wait()
 
+        async def abort(self, code: grpc.StatusCode, _: str) -> None:
+            aborted.append(code)
+
+    aborted: list[grpc.StatusCode] = []
     stuck = asyncio.create_task(health._watch(None, StuckContext()))  # type: ignore[arg-type]
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((health.handler(),))
@@ -357,8 +361,11 @@ async def test_a_watcher_that_does_not_read_delays_no_other(monkeypatch: pytest.
             health.notify()
             assert (await watched.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             assert "watchers=2" in repr(health)
-            third = await failure_of(stub.Watch(health_pb2.HealthCheckRequest()))
-            assert third.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            # A third one takes the place of the oldest, though its client does not read.
+            third = stub.Watch(health_pb2.HealthCheckRequest())
+            assert (await third.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert aborted == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+            assert "watchers=2" in repr(health)
             unknown = await refused(stub.Check(health_pb2.HealthCheckRequest(service="x" * 100_000)))
             assert len(str(unknown.details())) < 300
     finally:
@@ -439,6 +446,25 @@ async def test_watchers_of_one_connection_leave_room_for_others(monkeypatch: pyt
                 await calls[-1].read()
         for call in calls:
             call.cancel()
+
+
+async def test_whoever_watches_most_gives_way_to_a_new_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers have no key: else one of them would take the gateway from its balancer."""
+    monkeypatch.setattr(grpc_health, "MAX_WATCHERS", 4)
+    async with running() as cluster, own_channel_to(cluster) as channel, own_channel_to(cluster) as other:
+        many, one = (health_pb2_grpc.HealthStub(each) for each in (channel, other))
+        calls: list[Any] = []
+        for stub in (one, many, many, many):
+            calls.append(stub.Watch(health_pb2.HealthCheckRequest()))
+            await calls[-1].read()
+        async with own_channel_to(cluster) as third:
+            last: Any = health_pb2_grpc.HealthStub(third).Watch(health_pb2.HealthCheckRequest())
+            await last.read()
+            assert await calls[1].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "a newer call" in await calls[1].details()
+            assert [call.done() for call in calls] == [False, True, False, False]
+            for call in (*calls, last):
+                call.cancel()
 
 
 async def test_silent_calls_of_reflection_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

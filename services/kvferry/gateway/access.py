@@ -40,12 +40,11 @@ class Access:
         self._directory = directory
         self._tokens = tokens
         self._wants_certificate = config.tls.client_ca_file is not None
-        self._takes_keys = self._keys is not None or directory is not None
+        self.takes_keys = self._keys is not None or directory is not None
         self._wants_bearer = config.wants_bearer
         self.is_open = not (self._wants_bearer or self._wants_certificate)
         # Any page in a browser on this machine can reach it; elsewhere `insecure` has said that everybody may.
         self.checks_pages = self.is_open and is_loopback(config.host)
-        self.metrics_are_open = self.is_open or is_loopback(config.host)
 
     def __repr__(self) -> str:
         return f"<Access keys={self._keys!r} directory={self._directory!r} certificate={self._wants_certificate}>"
@@ -71,8 +70,11 @@ class Access:
             raise PermissionDenied(f"the client's name is no tenant: {error}") from None
 
     def require_operator(self, authorization: str | None, client_name: str | None) -> None:
-        """Raises as `identify`, and PermissionDenied, unless the client may read metrics of all tenants."""
-        if self.metrics_are_open:
+        """Raises as `identify`, and PermissionDenied, unless the client may read metrics of all tenants.
+
+        On loopback too: a proxy on this machine passes on what the whole network asks.
+        """
+        if self.is_open:
             return
         if not self.is_operator(authorization, client_name):
             raise PermissionDenied(
@@ -81,8 +83,10 @@ class Access:
             )
 
     def is_operator(self, authorization: str | None, client_name: str | None) -> bool:
-        """Raises as `identify`."""
-        return self._shown(authorization, client_name).is_operator
+        """Return whether the client may read what is of all tenants. Raises as `identify`."""
+        shown = self._shown(authorization, client_name)
+        self._record(shown)
+        return shown.is_operator
 
     def _record(self, shown: _Shown) -> TenantRecord | None:
         """Return the tenant's record; None where it needs none."""
@@ -103,8 +107,8 @@ class Access:
         if not self._wants_bearer:
             return _Shown(client_name or "")
         if not authorization:
-            what = "an API key" if self._takes_keys else "a token"
-            raise Unauthenticated(f"{what} is required: authorization: Bearer {'KEY' if self._takes_keys else 'TOKEN'}")
+            what = "an API key" if self.takes_keys else "a token"
+            raise Unauthenticated(f"{what} is required: authorization: Bearer {'KEY' if self.takes_keys else 'TOKEN'}")
         scheme, _, bearer = authorization.partition(" ")
         if scheme.lower() != _SCHEME:
             raise Unauthenticated("authorization: only the scheme Bearer is known here")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -16,7 +18,8 @@ from kvferry.gateway.grpc_messages import MessageReads
 
 SERVICE = "grpc.health.v1.Health"
 
-# Callers have no key: of each, as many as a cluster's probes and balancers need.
+# Callers have no key: of all, as many as a cluster's probes and balancers need. Beyond it a new one takes the place of
+# the oldest of the address that has most, so that nobody keeps others out.
 MAX_WATCHERS = 256
 _MAX_WATCHERS_PER_CONNECTION = 32
 # Calls whose message has not come, of each method: others would keep clients with keys out.
@@ -28,6 +31,18 @@ _MAX_SHOWN_BYTES = 128  # of an unknown service's name
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(eq=False)
+class _Watcher:
+    peer: str  # scheme:address:port
+    end: Callable[[], object]  # also of one whose client does not read
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_replaced: bool = False
+
+    @property
+    def address(self) -> str:
+        return self.peer.rpartition(":")[0]
+
+
 class Health:
     """`handler` serves it. A watcher that does not read delays nothing but itself."""
 
@@ -37,7 +52,7 @@ class Health:
         # Apart, so that watching holds up no probe.
         self._check_reads = MessageReads(_MAX_READS, _MAX_WAITING, _PATIENCE_S)
         self._watch_reads = MessageReads(_MAX_READS, _MAX_WAITING, _PATIENCE_S)
-        self._watchers: dict[asyncio.Event, str] = {}  # and their connections
+        self._watchers: dict[_Watcher, None] = {}  # the oldest first
 
     def __repr__(self) -> str:
         return f"<Health watchers={len(self._watchers)}>"
@@ -54,7 +69,7 @@ class Health:
     def notify(self) -> None:
         """Make watchers look again."""
         for watcher in self._watchers:
-            watcher.set()
+            watcher.changed.set()
 
     async def _check(self, _: object, context: Context) -> health_pb2.HealthCheckResponse:
         service = await _service(self._check_reads, context)
@@ -65,29 +80,50 @@ class Health:
 
     async def _watch(self, _: object, context: Context) -> None:
         service, peer = await _service(self._watch_reads, context), context.peer()
-        if len(self._watchers) >= MAX_WATCHERS:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} calls watch already")
-        if list(self._watchers.values()).count(peer) >= _MAX_WATCHERS_PER_CONNECTION:
+        if sum(watcher.peer == peer for watcher in self._watchers) >= _MAX_WATCHERS_PER_CONNECTION:
             refusal = f"{_MAX_WATCHERS_PER_CONNECTION} calls of this connection watch already"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
-        changed, last = asyncio.Event(), None
-        self._watchers[changed] = peer
+        if len(self._watchers) >= MAX_WATCHERS:
+            self._replace_one()
+        task = asyncio.current_task()
+        assert task is not None
+        watcher, last = _Watcher(peer, task.cancel), None
+        self._watchers[watcher] = None
         try:
             while True:
-                changed.clear()
+                watcher.changed.clear()
                 status = self._status(service)
                 if status != last:
                     await context.write(health_pb2.HealthCheckResponse(status=status))
                     last = status
-                await changed.wait()
+                await watcher.changed.wait()
+        except asyncio.CancelledError:
+            if not watcher.is_replaced:
+                raise
+            task.uncancel()
+            refusal = f"a newer call has taken the place of this one: {MAX_WATCHERS} may watch"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
         finally:
-            del self._watchers[changed]
+            self._watchers.pop(watcher, None)
+
+    def _replace_one(self) -> None:
+        """End the oldest call of the address that has most, and there of the connection that has most."""
+        address = _most_common(watcher.address for watcher in self._watchers)
+        peer = _most_common(watcher.peer for watcher in self._watchers if watcher.address == address)
+        oldest = next(watcher for watcher in self._watchers if watcher.peer == peer)
+        del self._watchers[oldest]
+        oldest.is_replaced = True
+        oldest.end()
 
     def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
         response = health_pb2.HealthCheckResponse
         if service not in self._services:
             return response.SERVICE_UNKNOWN
         return response.SERVING if self._is_ready() else response.NOT_SERVING
+
+
+def _most_common(names: Iterable[str]) -> str:
+    return Counter(names).most_common(1)[0][0]
 
 
 async def _service(reads: MessageReads, context: Context) -> str:

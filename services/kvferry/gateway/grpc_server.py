@@ -20,6 +20,7 @@ from kvferry.errors import (
     KvferryError,
     Unauthenticated,
 )
+from kvferry.gateway.client_certificate import common_name
 from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, CountedRequest, Readiness
 from kvferry.gateway.grpc_connections import ConnectionEnder
@@ -463,10 +464,8 @@ async def _abort(context: Context, error: KvferryError) -> NoReturn:
 
 
 def _client_name(context: Context) -> str | None:
-    properties = context.auth_context()
-    if "x509_pem_cert" not in properties:
-        return None
-    return next((name.decode("utf-8", "replace") for name in properties.get("x509_common_name", ())), "")
+    certificates = context.auth_context().get("x509_pem_cert")
+    return common_name(certificates[0]) if certificates else None
 
 
 def _wants_disaggregation(context: Context) -> bool:

@@ -53,7 +53,8 @@ class Identification:
             missing.append("tenants")
         if not self.access.is_open and not self.tenants.have_secret:
             missing.append("secret of tenants' salts")
-        if self._tokens is not None and not self._tokens.have_keys:
+        # Clients with keys must not depend on an issuer that is away.
+        if self._tokens is not None and not self._tokens.have_keys and not self.access.takes_keys:
             missing.append("keys of the tokens' issuer")
         return missing
 

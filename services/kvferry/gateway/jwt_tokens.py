@@ -26,6 +26,7 @@ MAX_JWKS_KEYS: Final = 64
 LOOK_INTERVAL_S: Final = 1.0  # the file is looked at no more often
 REFRESH_S: Final = 300.0
 MIN_REFRESH_S: Final = 30.0  # after a token with a key that is not known
+MAX_AGE_S: Final = 24 * 3600.0  # of keys that were last read then: an issuer that is away cannot revoke any
 FETCH_TIMEOUT_S: Final = 5.0
 _LEEWAY_S: Final = 30.0
 _NUM_KEPT: Final = 4096
@@ -45,7 +46,7 @@ class JwtTokens:
         clock: Callable[[], float] = time.monotonic,
         now_unix_s: Callable[[], float] = time.time,
     ) -> None:
-        """Raises ConfigError for a file of keys that cannot be used."""
+        """Raises ConfigError for a file without a key that can be used."""
         self._config = config
         self._transport = transport
         self._clock = clock
@@ -53,18 +54,21 @@ class JwtTokens:
         self._keys: dict[str, jwt.PyJWK] = {}
         self._verified: OrderedDict[bytes, tuple[float, str]] = OrderedDict()  # digest: until when, and the tenant
         self._seen: FileSignature | None = None
-        self._looked_s = clock()
+        self._looked_s = self._read_s = clock()
         self._task: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()  # a token's key is not known
         if config.jwks_file is not None:
             self._seen = file_signature(config.jwks_file)
             self._keys = read_jwks(_file_bytes(config), str(config.jwks_file))
+            if not self._keys:
+                raise ConfigError(f"{config.jwks_file}: no key that can verify a signature")
 
     def __repr__(self) -> str:
         return f"<JwtTokens issuer={self._config.issuer} keys={len(self._keys)}>"
 
     @property
     def have_keys(self) -> bool:
+        """False also when the issuer has revoked all, or was away for too long."""
         return bool(self._keys)
 
     def start(self) -> None:
@@ -135,35 +139,50 @@ class JwtTokens:
         self._wanted.set()
         raise Unauthenticated("the token's key is not among the issuer's")
 
-    def _take(self, keys: dict[str, jwt.PyJWK]) -> None:
-        self._keys = keys
+    def _take(self, content: bytes, source: str) -> None:
+        """Raises ConfigError, and changes nothing."""
+        keys = read_jwks(content, source)
+        if self._keys and not keys:
+            log.error("%s: no key that can verify a signature: tokens are refused until there is one", source)
+        self._keys, self._read_s = keys, self._clock()
         self._verified.clear()
+
+    def _end_old_keys(self) -> None:
+        if self._keys and self._clock() - self._read_s > MAX_AGE_S:
+            log.error("the issuer's keys could not be read for %g hours and end", MAX_AGE_S / 3600)
+            self._keys = {}
+            self._verified.clear()
 
     def _look(self) -> None:
         file, now_s = self._config.jwks_file, self._clock()
         if file is None or now_s - self._looked_s < LOOK_INTERVAL_S:
             return
         self._looked_s = now_s
+        self._end_old_keys()
         if (signature := file_signature(file)) == self._seen:
             return
         self._seen = signature
         try:
-            self._take(read_jwks(_file_bytes(self._config), str(file)))
+            self._take(_file_bytes(self._config), str(file))
         except ConfigError as error:
-            log.error("the issuer's keys stay as they were: %s", error.message)
+            log.error("the issuer's keys stay as they were, for at most 24 hours: %s", error.message)
 
     async def _refresh(self) -> None:
+        url, pause_s = self._config.jwks_url, LOOK_INTERVAL_S
         while True:
             self._wanted.clear()
             try:
-                self._take(read_jwks(await self._fetch(), self._config.jwks_url))
+                self._take(await self._fetch(), url)
+                pause_s = LOOK_INTERVAL_S
             except ConfigError as error:
                 log.error("the issuer's keys stay as they were: %s", error.message)
             except (httpx.HTTPError, TimeoutError) as error:
-                log.error("%s: %s; the issuer's keys stay as they were", self._config.jwks_url, type(error).__name__)
+                log.error("%s: %s; the issuer's keys stay as they were", url, type(error).__name__)
             except Exception:
                 log.exception("reading the issuer's keys failed; they stay as they were")
-            await asyncio.sleep(MIN_REFRESH_S if self._keys else LOOK_INTERVAL_S)
+            self._end_old_keys()
+            await asyncio.sleep(MIN_REFRESH_S if self._keys else pause_s)
+            pause_s = min(2 * pause_s, MIN_REFRESH_S)
             try:
                 async with asyncio.timeout(REFRESH_S - MIN_REFRESH_S if self._keys else 0.0):
                     await self._wanted.wait()
@@ -199,7 +218,8 @@ def _file_bytes(config: JwtConfig) -> bytes:
 def read_jwks(content: bytes, source: str) -> dict[str, jwt.PyJWK]:
     """Return keys for signatures by their ids. Raises ConfigError naming `source`, never the content.
 
-    Keys of kinds that are not known are passed over, as RFC 7517 asks; symmetric ones are refused.
+    Keys that cannot be used are passed over, as RFC 7517 asks, and symmetric and private ones. A set without others is
+    empty: the issuer has revoked its keys.
     """
     if len(content) > MAX_JWKS_BYTES:
         raise ConfigError(f"{source}: over {MAX_JWKS_BYTES} bytes, the limit")
@@ -213,16 +233,13 @@ def read_jwks(content: bytes, source: str) -> dict[str, jwt.PyJWK]:
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or entry.get("use", "sig") != "sig":
             continue
-        if entry.get("kty") == "oct":
-            raise ConfigError(f"{source}: a symmetric key: its readers could sign tokens")
-        if "d" in entry:
-            log.error("%s: entry %d is a private key, and is passed over: its readers can sign tokens", source, number)
+        if entry.get("kty") == "oct" or "d" in entry:
+            kind = "private" if "d" in entry else "symmetric"
+            log.error("%s: entry %d is a %s key, and is passed over: its readers can sign tokens", source, number, kind)
             continue
         try:
             key = jwt.PyJWK.from_dict(entry)
         except Exception:  # of PyJWT and of cryptography, for a kind or a value that they do not know
             continue
         keys[str(entry.get("kid", f"#{number}"))] = key
-    if not keys:
-        raise ConfigError(f"{source}: no key that can verify a signature")
     return keys

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvferry.addresses import describe_client
 from kvferry.errors import HeadersTimeout, HeadersTooLarge, InvalidRequest, KvferryError, Overloaded, UrlTooLong
+from kvferry.gateway.client_certificate import common_name
 from kvferry.gateway.connection_limits import ConnectionLimits
 from kvferry.gateway.openai_responses import error_body
 from kvferry.gateway.unread_answers import UnreadAnswers
@@ -327,11 +328,9 @@ class Exchange:
     @property
     def client_name(self) -> str | None:
         """Common name of the client's certificate; None without a certificate, "" without a name."""
-        certificate = self._transport.get_extra_info("peercert")
-        if not certificate:
-            return None
-        names = (value for part in certificate.get("subject", ()) for name, value in part if name == "commonName")
-        return next(names, "")
+        secure = self._transport.get_extra_info("ssl_object")
+        certificate = secure.getpeercert(binary_form=True) if secure is not None else None
+        return common_name(certificate) if certificate is not None else None
 
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Call `on_lost` when the connection is lost, at once if it already was."""

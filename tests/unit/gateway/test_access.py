@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.config import GatewayConfig, ServerTlsConfig
 from kvferry.engine.base import TierHints
-from kvferry.errors import PermissionDenied, Unauthenticated
+from kvferry.errors import NotReady, PermissionDenied, Unauthenticated
 from kvferry.gateway.access import Access
 from kvferry.gateway.key_file import new_key
 from kvferry.gateway.tenant_directory import TenantDirectory
@@ -25,7 +25,7 @@ CERTIFICATES = ServerTlsConfig(cert_file=Path("c"), key_file=Path("k"), client_c
 def test_where_nobody_has_to_say_who_they_are_everybody_is_the_default_tenant() -> None:
     access = Access(GatewayConfig(), Tenants(SECRET))
     assert access.is_open
-    assert access.metrics_are_open
+    access.require_operator(None, None)
     assert access.identify(None, None) is DEFAULT_TENANT
     assert (DEFAULT_TENANT.cache_salt, DEFAULT_TENANT.tier) == ("", None)
 
@@ -68,12 +68,20 @@ def test_with_both_both_are_needed_and_the_key_names_the_tenant(tmp_path: Path) 
         access.identify(None, "acme")
 
 
-def test_metrics_are_open_on_loopback_only(tmp_path: Path) -> None:
-    new_key(tmp_path / "keys.yaml", "acme", "ci")
-    keys = {"keys_file": tmp_path / "keys.yaml"}
-    assert Access(GatewayConfig(**keys), Tenants(SECRET)).metrics_are_open
-    assert not Access(GatewayConfig(host="10.0.0.1", **keys), Tenants(SECRET)).metrics_are_open
-    assert Access(GatewayConfig(host="10.0.0.1"), Tenants(SECRET)).metrics_are_open
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1"])
+def test_what_is_of_all_tenants_is_for_operators_wherever_keys_exist(tmp_path: Path, host: str) -> None:
+    """A proxy in front of loopback passes on what the network asks, and so does a browser for a page (rebinding)."""
+    file = tmp_path / "keys.yaml"
+    key, operators = new_key(file, "acme", "ci"), new_key(file, "acme", "ops", operator=True)
+    access = Access(GatewayConfig(host=host, keys_file=file), Tenants(SECRET))
+    access.require_operator(f"Bearer {operators}", None)
+    with pytest.raises(PermissionDenied, match="operator: true"):
+        access.require_operator(f"Bearer {key}", None)
+    with pytest.raises(Unauthenticated):
+        access.require_operator(None, None)
+    by_certificate = Access(GatewayConfig(host=host, tls=CERTIFICATES), Tenants(SECRET))
+    with pytest.raises(PermissionDenied):
+        by_certificate.require_operator(None, "acme")
 
 
 def test_two_tenants_share_neither_salt_nor_folder() -> None:
@@ -134,3 +142,51 @@ def test_a_certificate_of_a_tenant_of_the_key_file_has_its_pool_too(tmp_path: Pa
 class _Tokens:
     def tenant_of(self, token: str) -> str:
         return "acme"
+
+
+class _TokenOf:
+    def __init__(self, tenant: str) -> None:
+        self._tenant = tenant
+
+    def tenant_of(self, token: str) -> str:
+        return self._tenant
+
+
+async def directory_with(*records: TenantRecord) -> TenantDirectory:
+    directory = TenantDirectory(MemoryMembership(MemoryRegistry()).records)
+    await directory.follower.take(Records({record.name: encode(record) for record in records}))
+    return directory
+
+
+async def test_a_token_lets_in_tenants_with_a_record_and_no_others() -> None:
+    config = GatewayConfig(tenants_in_etcd=True)
+    directory = await directory_with(TenantRecord(name="acme", epoch=3))
+    known = Access(config, Tenants(SECRET), directory, tokens=_TokenOf("acme"))  # type: ignore[arg-type]
+    tenant = known.identify("Bearer a.b.c", None)
+    assert (tenant.name, tenant.epoch) == ("acme", 3)
+    unknown = Access(config, Tenants(SECRET), directory, tokens=_TokenOf("evil"))  # type: ignore[arg-type]
+    with pytest.raises(PermissionDenied, match="'evil' is no tenant of this cluster"):
+        unknown.identify("Bearer a.b.c", None)
+    with pytest.raises(PermissionDenied, match="'evil'"):
+        unknown.require_operator("Bearer a.b.c", None)
+
+
+async def test_a_deleted_tenant_may_do_nothing_with_any_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    key = new_key(file, "acme", "ops", operator=True)
+    directory = await directory_with(TenantRecord(name="acme", is_deleted=True))
+    access = Access(GatewayConfig(keys_file=file, tenants_in_etcd=True), Tenants(SECRET), directory)
+    for ask in (access.identify, access.require_operator, access.is_operator):
+        with pytest.raises(Unauthenticated, match="this tenant was deleted"):
+            ask(f"Bearer {key}", None)
+
+
+def test_nobody_gets_in_before_the_tenants_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    key = new_key(file, "acme", "ops", operator=True)
+    directory = TenantDirectory(MemoryMembership(MemoryRegistry()).records)
+    access = Access(GatewayConfig(keys_file=file, tenants_in_etcd=True), Tenants(SECRET), directory)
+    for shown in (f"Bearer {key}", "Bearer kvf_unknown"):
+        for ask in (access.identify, access.require_operator):
+            with pytest.raises(NotReady, match="waits for etcd to read the tenants"):
+                ask(shown, None)

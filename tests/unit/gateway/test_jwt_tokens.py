@@ -178,15 +178,81 @@ def test_verified_tokens_are_remembered_up_to_a_limit(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b"{}", b'{"keys": 1}', b'{"keys": []}', b'{"keys": [{"kty": "XX", "kid": "a"}]}',
-     b'{"keys": [{"kty": "oct", "k": "c2VjcmV0", "kid": "a"}]}', b"[" * 100_000, b" " * (MAX_JWKS_BYTES + 1),
+    [b"", b"[]", b"{}", b'{"keys": 1}', b"[" * 100_000, b" " * (MAX_JWKS_BYTES + 1),
      json.dumps({"keys": [{}] * 65}).encode()],
 )  # fmt: skip
-def test_keys_that_cannot_verify_a_signature_are_refused(content: bytes) -> None:
+def test_what_is_no_set_of_keys_is_refused(content: bytes) -> None:
     with pytest.raises(ConfigError) as refused:
         read_jwks(content, "jwks.json")
     assert refused.value.message.startswith("jwks.json")
-    assert "c2VjcmV0" not in refused.value.message
+
+
+NO_KEY = [
+    {"keys": []},
+    {"keys": [{"kty": "XX", "kid": "a"}]},
+    {"keys": [{"kty": "oct", "k": "c2VjcmV0", "kid": "a"}]},
+    {"keys": [{**jwk(RSA, "r"), "use": "enc"}]},
+]
+
+
+@pytest.mark.parametrize("values", NO_KEY)
+def test_an_issuer_that_has_no_key_any_more_has_revoked_those_it_had(
+    tmp_path: Path, values: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = [NOW_S]
+    verifier = tokens(tmp_path, now_s=now_s)
+    assert verifier.tenant_of(token()) == "acme"
+    (tmp_path / "jwks.json").write_text(json.dumps(values))
+    os.utime(tmp_path / "jwks.json", ns=(1, 1))
+    now_s[0] += jwt_tokens.LOOK_INTERVAL_S
+    with pytest.raises(Unauthenticated):
+        verifier.tenant_of(token())
+    assert not verifier.have_keys
+    assert "tokens are refused until there is one" in caplog.text
+    assert "c2VjcmV0" not in caplog.text
+    with pytest.raises(ConfigError, match=r"jwks\.json: no key that can verify a signature"):
+        tokens(tmp_path, json.dumps(values).encode())
+
+
+def test_a_key_that_cannot_be_used_keeps_no_revoked_key(tmp_path: Path) -> None:
+    now_s = [NOW_S]
+    verifier = tokens(tmp_path, now_s=now_s)
+    (tmp_path / "jwks.json").write_text(json.dumps({"keys": [{"kty": "oct", "k": "c2VjcmV0"}, jwk(EC, "e")]}))
+    os.utime(tmp_path / "jwks.json", ns=(1, 1))
+    now_s[0] += jwt_tokens.LOOK_INTERVAL_S
+    with pytest.raises(Unauthenticated):
+        verifier.tenant_of(token())
+    assert verifier.tenant_of(token(EC, "ES256", "e")) == "acme"
+
+
+def test_keys_end_when_they_could_not_be_read_for_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jwt_tokens, "MAX_AGE_S", 60.0)
+    now_s = [NOW_S]
+    verifier = tokens(tmp_path, now_s=now_s)
+    (tmp_path / "jwks.json").unlink()
+    now_s[0] += 60.0
+    assert verifier.tenant_of(token()) == "acme"
+    now_s[0] += jwt_tokens.LOOK_INTERVAL_S
+    with pytest.raises(Unauthenticated):
+        verifier.tenant_of(token())
+    assert "end" in caplog.text
+
+
+def test_a_verified_token_is_verified_again_when_it_has_ended(tmp_path: Path) -> None:
+    now_s = [NOW_S]
+    verifier = tokens(tmp_path, now_s=now_s)
+    shown = token(exp=NOW_S + 5)
+    assert verifier.tenant_of(shown) == "acme"
+    asked = []
+    verifier._verify = lambda shown: asked.append(shown) or ({"sub": "acme"}, NOW_S + 5)  # type: ignore[method-assign,assignment,func-returns-value]
+    now_s[0] = NOW_S + 4.9
+    assert verifier.tenant_of(shown) == "acme"
+    assert not asked
+    now_s[0] = NOW_S + 5
+    verifier.tenant_of(shown)
+    assert asked == [shown]
 
 
 def test_keys_that_cannot_be_used_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
