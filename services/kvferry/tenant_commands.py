@@ -318,7 +318,7 @@ async def apply_file(admin: TenantAdmin, source: Path, dry_run: bool, prune: boo
 @click.option("--from", "begin", type=click.DateTime(), help="In UTC, this time included.")
 @click.option("--to", "end", type=click.DateTime(), help="In UTC, this time excluded.")
 @click.option("--tenant", "name", help="Of one tenant only.")
-@click.option("--csv", "as_csv", is_flag=True, help="A line for each tenant and day, for programs.")
+@click.option("--csv", "as_csv", is_flag=True, help="A line for each day, tenant and outcome, for programs.")
 def usage(folder: Path, begin: datetime | None, end: datetime | None, name: str | None, as_csv: bool) -> None:
     from kvferry.gateway.usage_totals import COLUMNS, totals
 

@@ -18,7 +18,7 @@ from kvferry.gateway.usage_totals import totals
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.membership.memory import MemoryMembership
 from kvferry.membership.tenant_admin import TenantAdmin
-from kvferry.telemetry import TENANT_OUTCOMES, TENANT_REQUESTS, TENANT_TOKEN_KINDS, TENANT_TOKENS
+from kvferry.telemetry import TENANT_REQUESTS, TENANT_TOKEN_KINDS, TENANT_TOKENS
 from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
@@ -214,21 +214,29 @@ async def test_sums_of_usage_records_equal_the_metrics(tmp_path: Path) -> None:
             if reading.metric in (TENANT_REQUESTS, TENANT_TOKENS)
         }
         assert cluster.gateway.metrics.tenants.num_lost == 0
-    rows = {row[1]: row[2:] for row in totals(folder, None, None, None).rows()}
-    assert rows.keys() == {"acme", "beta"}
-    for name, row in rows.items():
-        counted = [uses[TENANT_REQUESTS.name, name, outcome] for outcome in TENANT_OUTCOMES]
-        counted += [uses[TENANT_TOKENS.name, name, kind] for kind in TENANT_TOKEN_KINDS]
-        assert list(row) == counted
-    assert list(rows["acme"])[:4] == [4, 1, 0, 0]
-    assert list(rows["beta"])[:4] == [2, 0, 0, 1]
-    assert list(rows["beta"])[6] >= 5, "tokens of the cancelled stream are counted"
+    rows = {row[1:3]: row[3:] for row in totals(folder, None, None, None).rows()}
+    assert {key: row[0] for key, row in rows.items()} == {
+        ("acme", "ok"): 4,
+        ("acme", "refused"): 1,
+        ("beta", "ok"): 2,
+        ("beta", "cancelled"): 1,
+    }
+    for name in ("acme", "beta"):
+        own = {outcome: row for (tenant, outcome), row in rows.items() if tenant == name}
+        assert {outcome: uses[TENANT_REQUESTS.name, name, outcome] for outcome in own} == {
+            outcome: row[0] for outcome, row in own.items()
+        }
+        counted = [uses[TENANT_TOKENS.name, name, kind] for kind in TENANT_TOKEN_KINDS]
+        assert [sum(column) for column in list(zip(*own.values(), strict=True))[1:]] == counted
+    assert rows["beta", "cancelled"][3] >= 5, "tokens of the cancelled stream are counted"
+    assert not any(rows["acme", "refused"][1:])
     assert uses[TENANT_REQUESTS.name, "quiet", "ok"] == 0
     text = "".join(file.read_text() for file in folder.iterdir())
     assert not any(secret in text for secret in (*keys.values(), "kvf_", BODY["prompt"]))
     ran = CliRunner().invoke(main, ["tenant", "usage", "--dir", str(folder), "--csv", "--tenant", "acme"])
     assert ran.exit_code == 0, ran.output
     lines = ran.output.splitlines()
-    assert lines[0].startswith("day,tenant,ok,refused")
-    assert len(lines) == 2
-    assert lines[1].split(",")[1:] == ["acme", *map(str, rows["acme"])]
+    assert lines[0] == "day,tenant,outcome,requests,prompt_tokens,cached_tokens,generated_tokens"
+    assert [line.split(",")[1:] for line in lines[1:]] == [
+        ["acme", outcome, *map(str, rows["acme", outcome])] for outcome in ("ok", "refused")
+    ]

@@ -360,8 +360,8 @@ class EngineOutput(msgspec.Struct):
     """What one step added to one request.
 
     `logprobs[i]` belongs to `token_ids[i]`: the sampled token first, then alternatives, most likely first. `text` may
-    lag behind `token_ids`; `delta` is its parsed form. All other fields are set on the last output only; of `times` a
-    gateway gets the `durations`.
+    lag behind `token_ids`; `delta` is its parsed form. `sources` are set on the first output and on the last, all other
+    fields on the last output only; of `times` a gateway gets the `durations`.
     """
 
     token_ids: Sequence[int]

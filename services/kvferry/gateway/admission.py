@@ -19,7 +19,7 @@ from kvferry.gateway.models import Route
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.tenant_limits import GatewayLimits
 from kvferry.gateway.tenant_requests import TenantRequests
-from kvferry.gateway.usage_log import UsageRecord
+from kvferry.gateway.usage_log import UNFINISHED, UsageRecord
 from kvferry.tracing import Tracing
 
 # Of one answer: choices times `max_tokens`, and these times `top_logprobs` + 1. A whole answer is kept until its end,
@@ -72,11 +72,14 @@ class Readiness(msgspec.Struct, frozen=True):
 class Work(Protocol):
     """What a request made workers do."""
 
+    answer_id: str
+
     @property
     def first_token_after_s(self) -> float | None: ...
     @property
     def token_gap_s(self) -> float | None: ...
     def usage(self) -> Usage: ...
+    def num_admitted_tokens(self) -> int: ...
 
 
 class Claim:
@@ -89,6 +92,7 @@ class Claim:
         "num_choices",
         "num_image_bytes",
         "num_limited",
+        "num_limited_tokens",
         "num_prompt_tokens",
         "route",
         "tenant",
@@ -106,6 +110,7 @@ class Claim:
         self.route: Route | None = None  # once the request is read
         self.work: Work | None = None  # once the request is rendered
         self.num_limited = 0  # choices that count against the tenant's limits
+        self.num_limited_tokens = 0
 
     def add_body_bytes(self, num_bytes: int) -> None:
         """Cut slow bodies where room is short. Raises Overloaded, and holds what it held, for none or if cut itself."""
@@ -206,19 +211,11 @@ class Claim:
         finally:
             admission.count(self.tenant, _FETCHES, -num_images)
 
-    @contextlib.contextmanager
-    def counting_images(self, num_choices: int) -> Iterator[None]:
+    def count_images(self, num_choices: int) -> None:
         """Count a chat before its images cost anything, also if they are refused. Raises as `GatewayLimits.admit`."""
         limits = self._admission.limits
-        if limits is None or not limits.admit(self.tenant, num_choices, 0):
-            yield
-            return
-        self.num_limited = num_choices
-        try:
-            yield
-        except (Overloaded, UnavailableError):  # no room for them
-            limits.take_back(self.tenant, num_choices)
-            raise
+        if limits is not None and limits.admit(self.tenant, num_choices, 0):
+            self.num_limited = num_choices
 
     def take_answer(self, prompts: Sequence[RenderedPrompt], n: int) -> None:
         """Take the prompts' tokens and images for an answer of `n` choices per prompt; give the body's bytes back.
@@ -238,19 +235,25 @@ class Claim:
         if num_top is not None:
             _check_logprobs(num_choices, max_tokens, num_top)
         num_prompt_tokens = n * sum(len(prompt.token_ids) for prompt in prompts)
+        self.take_prompt_tokens(num_prompt_tokens)
+        self.hold_images(n * sum(len(image.features) for prompt in prompts for image in prompt.images))
         limits = self._admission.limits
-        try:
-            self.take_prompt_tokens(num_prompt_tokens)
-            self.hold_images(n * sum(len(image.features) for prompt in prompts for image in prompt.images))
-        except (Overloaded, UnavailableError):  # no room, and the images have been counted
-            if limits is not None and self.num_limited:
-                limits.take_back(self.tenant, self.num_limited)
-            raise
         if limits is not None and self.num_limited:
             limits.used(self.tenant, 0, num_prompt_tokens)
+            self.num_limited_tokens = num_prompt_tokens
         elif limits is not None and limits.admit(self.tenant, num_choices, num_prompt_tokens):
-            self.num_limited = num_choices
+            self.num_limited, self.num_limited_tokens = num_choices, num_prompt_tokens
         self._release_body()
+
+    def take_back_limits(self) -> None:
+        """Give the tenant's limits back what no worker has computed, of a request that this cluster failed."""
+        limits = self._admission.limits
+        if limits is None or not self.num_limited:
+            return
+        num_computed = self.work.num_admitted_tokens() if self.work is not None else 0
+        num_requests = 0 if num_computed else self.num_limited
+        limits.take_back(self.tenant, num_requests, self.num_limited_tokens - num_computed)
+        self.num_limited_tokens = num_computed
 
     def release(self) -> None:
         admission = self._admission
@@ -281,7 +284,7 @@ class CountedRequest:
     """
 
     __slots__ = (
-        "_admission", "answer_id", "begun_s", "body", "claim", "ended_by", "endpoint", "error", "expire", "status",
+        "_admission", "begun_s", "body", "claim", "ended_by", "endpoint", "error", "expire", "status",
         "tenant", "trace",
     )  # fmt: skip
 
@@ -293,14 +296,18 @@ class CountedRequest:
         self.status = "500"
         self.trace: RequestTrace | None = None
         self.error: KvferryError | None = None
-        self.answer_id = ""  # once the request was rendered
         self.expire: Callable[[], None] | None = None  # ends its time, once it is served
         self.ended_by: KvferryError | None = None  # why it ends before its time
         self.tenant = ""  # once it is known, where requests are counted by tenant
         self._admission = admission
 
+    @property
+    def answer_id(self) -> str:
+        """Empty until the request was rendered."""
+        return "" if self.claim.work is None else self.claim.work.answer_id
+
     def __enter__(self) -> Self:
-        self._admission.begin()
+        self._admission.begin(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -343,7 +350,7 @@ class Admission:
 
     def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, read_readiness: Callable[[], Readiness]) -> None:
         self.draining = False
-        self.num_in_flight = 0  # requests, also those whose bodies are read
+        self._in_flight: dict[CountedRequest, None] = {}  # also those whose bodies are read
         self.num_choices = 0
         self.num_prompt_tokens = 0
         self.num_body_bytes = 0
@@ -363,6 +370,11 @@ class Admission:
         self._read_readiness = read_readiness
 
     @property
+    def num_in_flight(self) -> int:
+        """Return the number of requests, also of those whose bodies are read."""
+        return len(self._in_flight)
+
+    @property
     def in_flight(self) -> tuple[int, int, int]:
         """Choices, prompt tokens and body bytes."""
         return self.num_choices, self.num_prompt_tokens, self.num_body_bytes
@@ -377,17 +389,19 @@ class Admission:
         """Return a context in which a request is in flight; its status is counted at the end."""
         return CountedRequest(Claim(self), self, endpoint)
 
-    def begin(self) -> None:
-        self.num_in_flight += 1
+    def begin(self, counted: CountedRequest) -> None:
+        self._in_flight[counted] = None
         self.idle.clear()
 
     def end(self, counted: CountedRequest) -> None:
+        if counted.error is not None and counted.error.http_status in (429, *range(500, 600)):
+            counted.claim.take_back_limits()
         counted.claim.release()
         if counted.tenant and self.by_tenant is not None:
             self.by_tenant.remove(counted)
         counted.body = b""
-        self.num_in_flight -= 1
-        if not self.num_in_flight:
+        del self._in_flight[counted]
+        if not self._in_flight:
             self.idle.set()
         endpoint, seconds = counted.endpoint, time.perf_counter() - counted.begun_s
         self._metrics.requests(endpoint, counted.status).inc()
@@ -407,26 +421,19 @@ class Admission:
             outcome = "failed" if has_failed else "ok"
         else:
             outcome = "cancelled" if counted.status == "499" else "refused" if counted.status < "500" else "failed"
-        usage = _NO_USE if work is None else work.usage()
         first_token_s, gap_s = (None, None) if work is None else (work.first_token_after_s, work.token_gap_s)
+        record = _record_of(counted, outcome, seconds)
         claim.work = None
-        record = UsageRecord(
-            round(time.time(), 3),
-            claim.tenant,
-            counted.answer_id,
-            endpoint,
-            outcome,
-            usage.prompt_tokens,
-            usage.cached_tokens,
-            usage.completion_tokens,
-            round(seconds, 4),
-            claim.route.model.label if claim.route is not None else "",
-            claim.route.adapter if claim.route is not None else "",
-        )
         self._metrics.tenants.note(record, first_token_s, gap_s)
         if claim.route is not None:
             self._metrics.models.note(record, claim.route.asked, first_token_s, gap_s)
             claim.route = None
+
+    def unfinished_uses(self) -> Iterator[UsageRecord]:
+        """Yield what requests of identified tenants that workers have begun used up to now."""
+        for counted in self._in_flight:
+            if counted.claim.tenant and counted.claim.work is not None:
+                yield _record_of(counted, UNFINISHED, time.perf_counter() - counted.begun_s)
 
     def note_tenant(self, counted: CountedRequest, tenant: str) -> None:
         counted.claim.tenant = tenant
@@ -492,6 +499,24 @@ class Admission:
 
     def _missing(self) -> str:
         return "waiting for " + (", ".join(self._read_readiness().for_strangers().waiting_for) or "the renderer")
+
+
+def _record_of(counted: CountedRequest, outcome: str, seconds: float) -> UsageRecord:
+    claim = counted.claim
+    usage = _NO_USE if claim.work is None else claim.work.usage()
+    return UsageRecord(
+        round(time.time(), 3),
+        claim.tenant,
+        counted.answer_id,
+        counted.endpoint,
+        outcome,
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+        round(seconds, 4),
+        claim.route.model.label if claim.route is not None else "",
+        claim.route.adapter if claim.route is not None else "",
+    )
 
 
 def _check_logprobs(num_choices: int, max_tokens: int, num_top: int) -> None:

@@ -305,7 +305,6 @@ class HttpApp:
                 counted.expire = limit.expire
                 answer = await read(counted.body, claim=counted.claim, tenant=tenant, debug=debug, trace=trace)
                 counted.body = b""
-                counted.answer_id = answer.answer_id
                 named = [(b"x-request-id", answer.answer_id.encode()), *_trace_headers(trace)]
                 if not answer.streamed:
                     body = await answer.whole()

@@ -148,8 +148,8 @@ class Generation:
             (Choice if request.parse is None else ParsedChoice)(resumed_after=record.continued_after)
             for request, record in zip(self.requests, self.records, strict=True)
         ]
+        self.answer_id = answer_id
         self._n = n
-        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in rendered)
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._may_be_aggregated = may_be_aggregated
@@ -191,18 +191,22 @@ class Generation:
         return (time.perf_counter() - self._first_token_s) / num_after_first
 
     def usage(self) -> Usage:
+        """Return what workers did up to now: a prompt that none of them has taken counts nothing."""
         if self._usage is not None:
             return self._usage
-        return Usage(
-            prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=sum(choice.num_tokens for choice in self.choices),
-            cached_tokens=min(self._num_prompt_tokens, self._num_cached_tokens()),
-        )
+        usage = Usage(completion_tokens=sum(choice.num_tokens for choice in self.choices))
+        for first in range(0, len(self.requests), self._n):
+            # Choices of a prompt share its pages: cached is what none of them had to compute.
+            computed = [record for record in self.records[first : first + self._n] if record.is_computed]
+            if computed:
+                usage.prompt_tokens += len(self.requests[first].prompt_token_ids)
+                usage.cached_tokens += min(record.num_cached_tokens for record in computed)
+        return usage
 
-    def _num_cached_tokens(self) -> int:
-        """Return prompt tokens that no choice had to compute; choices of a prompt share its pages."""
-        cached = [record.num_cached_tokens for record in self.records]
-        return sum(min(cached[i : i + self._n]) for i in range(0, len(cached), self._n))
+    def num_admitted_tokens(self) -> int:
+        """Return the prompt tokens, counted for each choice as limits do, that workers have computed or taken."""
+        pairs = zip(self.requests, self.records, strict=True)
+        return sum(len(request.prompt_token_ids) for request, record in pairs if record.is_computed)
 
     def debug_values(self) -> dict[str, Any]:
         ttft_ms = None if self._first_token_s is None else round((self._first_token_s - self._started_s) * 1e3, 3)

@@ -282,7 +282,9 @@ class GatewayHost:
             self.metrics.tenants.read_registered = directory.names
             self.metrics.tenants.is_registered = directory.has
         if gateway.usage_dir is not None:
-            self.metrics.tenants.log = UsageLog(gateway.usage_dir, self.gateway_id)
+            self.metrics.tenants.log = UsageLog(
+                gateway.usage_dir, self.gateway_id, read_unfinished=self.admission.unfinished_uses
+            )
             self.metrics.tenants.log.start()
         # Before any link: a worker of another model must not get this gateway's tokens.
         await self._models.identify()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -94,9 +93,9 @@ class OpenAI:
             has_images=lambda: any(image_parts(body.messages)),
         )
         claim.take_choices(body.n or 1)
-        has_images = any(image_parts(body.messages))
-        counting = claim.counting_images(body.n or 1) if has_images else contextlib.nullcontext()
-        with counting, route.model.rendering() as renderer:
+        if any(image_parts(body.messages)):
+            claim.count_images(body.n or 1)
+        with route.model.rendering() as renderer:
             messages = fields["messages"]
             # Images were shown with the default model alone.
             takes_images = renderer.takes_images and not is_of_entry(route.pool)

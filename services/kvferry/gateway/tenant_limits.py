@@ -48,9 +48,9 @@ class GatewayLimits:
         if known is not None:
             known.end(num_choices)
 
-    def take_back(self, tenant: str, num_requests: int) -> None:
+    def take_back(self, tenant: str, num_requests: int, num_tokens: int = 0) -> None:
         if (known := self._known(tenant)) is not None:
-            known.take_back(num_requests, self._clock())
+            known.take_back(num_requests, num_tokens, self._clock())
 
     def used(self, tenant: str, num_requests: int, num_tokens: int) -> None:
         if (known := self._known(tenant)) is not None:

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -18,6 +18,8 @@ import msgspec
 log = logging.getLogger(__name__)
 
 FLUSH_S: Final = 0.5
+UNFINISHED_S: Final = 9.0  # between records of a request that goes on: a gateway that is killed bills all but 10 s of it
+UNFINISHED: Final = "unfinished"
 MAX_WAITING: Final = 20_000  # records; about 6 MB
 MAX_FILE_BYTES: Final = 256 << 20
 MAX_LINE_BYTES: Final = 4096
@@ -26,13 +28,16 @@ PATTERN: Final = "usage-*.jsonl"
 
 
 class UsageRecord(msgspec.Struct, frozen=True):
-    """One request of a tenant that was identified. It has no text, key or salt."""
+    """One request of a tenant that was identified. It has no text, key or salt.
 
-    unix_s: float  # its end
+    A request that goes on has records too, each with all that it used so far; its last one takes their place.
+    """
+
+    unix_s: float  # its end, or now
     tenant: str
     request_id: str  # empty where nothing was dispatched
     endpoint: str
-    outcome: str  # as in kvferry_tenant_requests_total
+    outcome: str  # as in kvferry_tenant_requests_total, or UNFINISHED
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
@@ -44,8 +49,15 @@ class UsageRecord(msgspec.Struct, frozen=True):
 class UsageLog:
     """Belongs to one event loop; files are written in a thread. A drive that fails or lags costs records, counted."""
 
-    def __init__(self, folder: Path, gateway_id: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        gateway_id: str,
+        clock: Callable[[], float] = time.time,
+        read_unfinished: Callable[[], Iterable[UsageRecord]] = tuple,
+    ) -> None:
         self.num_lost = 0
+        self._read_unfinished = read_unfinished
         self._folder = folder
         self._gateway_id = gateway_id
         self._clock = clock
@@ -76,21 +88,36 @@ class UsageLog:
             self._waiting.append(record)
 
     async def _run(self) -> None:
+        looked_s = time.monotonic()
         while True:
             await asyncio.sleep(FLUSH_S)
-            # A flush that is cancelled would not know what was written: close() waits for it.
-            self._flushing = asyncio.create_task(self._flush())
-            await asyncio.shield(self._flushing)
+            try:
+                if time.monotonic() - looked_s >= UNFINISHED_S:
+                    looked_s = time.monotonic()
+                    for record in self._read_unfinished():
+                        self.add(record)
+                # A flush that is cancelled would not know what was written: close() waits for it.
+                self._flushing = asyncio.create_task(self._flush())
+                await asyncio.shield(self._flushing)
+            except Exception as error:
+                self._warn(f"usage records wait: {type(error).__name__}: {error}")
 
     async def _flush(self) -> None:
         if not self._waiting:
             return
         records = list(self._waiting)
+        try:
+            writing = asyncio.get_running_loop().run_in_executor(None, self._write, records)
+        except RuntimeError as error:  # no thread can be started now
+            self._warn(f"usage records wait: {error}")
+            return
         self._waiting.clear()
         try:
-            await asyncio.to_thread(self._write, records)
+            await writing
         except OSError as error:
             self._lose(len(records), f"{error.filename or self._folder}: {error.strerror}")
+        except Exception as error:
+            self._lose(len(records), f"{type(error).__name__}: {error}")
 
     def _write(self, records: list[UsageRecord]) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -120,10 +147,13 @@ class UsageLog:
 
     def _lose(self, num_records: int, why: str) -> None:
         self.num_lost += num_records
+        self._warn(f"usage records are lost, {self.num_lost} so far: {why}")
+
+    def _warn(self, what: str) -> None:
         now_s = time.monotonic()
         if now_s - self._warned_s >= WARN_EVERY_S:
             self._warned_s = now_s
-            log.error("usage records are lost, %d so far: %s", self.num_lost, why)
+            log.error("%s", what)
 
 
 def read(folder: Path, on_bad: Callable[[Path, int], None]) -> Iterator[UsageRecord]:
@@ -134,13 +164,18 @@ def read(folder: Path, on_bad: Callable[[Path, int], None]) -> Iterator[UsageRec
     decoder = msgspec.json.Decoder(UsageRecord)
     if not folder.is_dir():
         raise NotADirectoryError(20, "is no folder", str(folder))
-    for file in sorted(folder.glob(PATTERN)):
+    for file in sorted(folder.glob(PATTERN), key=_order):
         with file.open("rb") as lines:
             for number, line in enumerate(_lines(lines), start=1):
                 try:
                     yield decoder.decode(line)
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     on_bad(file, number)
+
+
+def _order(file: Path) -> tuple[str, int, str]:
+    """By day, and for a gateway in the order in which it wrote them: usage-DAY-GATEWAY.jsonl, usage-DAY-GATEWAY-1.jsonl."""
+    return file.name[: len("usage-2026-01-01")], len(file.name), file.name
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

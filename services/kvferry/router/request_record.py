@@ -39,16 +39,28 @@ class RequestRecord(msgspec.Struct):
     # Tokens given when a decode worker was lost, or preempted it. Choices have the same list.
     continued_after: list[int] = msgspec.field(default_factory=list)
     num_preemptions: int = 0
+    has_output: bool = False
+    num_cached_tokens: int = 0  # prompt tokens that no worker had to compute for the attempt that gave the first output
     placements: Sequence[Placement] = ()  # every decision about it, the last few
     trace: Span | None = None  # of the whole request, where it is traced: what is done for it are its children
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens that no worker had to compute."""
-        computed = self.sources.local_compute + min(
-            self.prefill_sources.local_compute, self.sources.external_kv_transfer
-        )
-        return max(0, self.sources.total - computed)
+    def is_computed(self) -> bool:
+        """Whether a worker is known to have computed, or taken, the prompt."""
+        return self.has_output or self.prefill_worker is not None
+
+    def note_first_output(self, sources: PromptSources | None) -> None:
+        """Note that an attempt has an output; the first one says what was cached.
+
+        Those after it find the prompt cached that the first one computed.
+        """
+        if sources is not None and not self.has_output:
+            self._count_cached(sources)
+        self.has_output = True
+
+    def _count_cached(self, sources: PromptSources) -> None:
+        moved = min(self.prefill_sources.local_compute, sources.external_kv_transfer)
+        self.num_cached_tokens = max(0, sources.total - sources.local_compute - moved)
 
     def note_placement(self, placement: Placement, took_ns: int) -> None:
         self.placements = (*self.placements[-(MAX_PLACEMENTS - 1) :], placement)
@@ -67,6 +79,8 @@ class RequestRecord(msgspec.Struct):
         )
 
     def note_sources(self, sources: PromptSources, last: EngineOutput, decode: Member) -> None:
+        if not self.continued_after:  # also of an answer whose first output was its last
+            self._count_cached(sources)
         self.sources, self.cached = sources, last.cached
         self.transferred_pages = transferred_pages(last, decode.block_size)
         self.transferred_bytes = self.transferred_pages * decode.page_bytes

@@ -63,8 +63,9 @@ class Bucket:
         self._per_s, self._capacity = per_minute / 60, capacity
 
     def spend(self, amount: float, now_s: float) -> None:
+        """A negative amount is given back."""
         self._fill(now_s)
-        self._level -= amount
+        self._level = min(self._capacity, self._level - amount)
 
     def wait_s(self, needed: float, now_s: float) -> float:
         self._fill(now_s)
@@ -128,9 +129,10 @@ class TenantLimits:
     def end(self, num_choices: int) -> None:
         self.num_choices -= num_choices
 
-    def take_back(self, num_requests: int, now_s: float) -> None:
-        self._num_own -= num_requests
-        self._spend(-num_requests, 0, now_s)
+    def take_back(self, num_requests: int, num_tokens: int, now_s: float) -> None:
+        """Undo what `admit` counted, but for choices in flight."""
+        self._num_own = max(0.0, self._num_own - num_requests)
+        self._spend(-num_requests, -num_tokens, now_s)
 
     def used(self, num_requests: int, num_tokens: int, now_s: float) -> None:
         """Note admissions of other gateways, and tokens of answers."""

@@ -289,8 +289,8 @@ def test_a_chat_with_images_counts_once_and_its_prompt_when_it_is_rendered() -> 
     gateway = admission()
     with gateway.count_request("chat_completions") as one:
         limits = limited(gateway, one.claim)
-        with one.claim.counting_images(1):
-            assert limits._by_tenant["acme"].num_choices == 1
+        one.claim.count_images(1)
+        assert limits._by_tenant["acme"].num_choices == 1
         one.claim.take_answer([RenderedPrompt([1] * 90, Sampling(max_tokens=1))], 1)
         known = limits._by_tenant["acme"]
         assert {name: bucket._level for name, bucket in known._buckets.items()} == {
@@ -304,13 +304,13 @@ def test_a_chat_with_images_whose_prompt_finds_no_room_is_given_back() -> None:
     gateway = admission()
     with gateway.count_request("chat_completions") as one:
         limits = limited(gateway, one.claim)
-        with one.claim.counting_images(1):
-            pass
+        one.claim.count_images(1)
         gateway.num_prompt_tokens = gateway.max_prompt_tokens  # of others
-        with pytest.raises(Overloaded):
+        with pytest.raises(Overloaded) as refused:
             one.claim.take_answer([RenderedPrompt([1], Sampling(max_tokens=1))], 1)
+        one.failed(refused.value)
         known = limits._by_tenant["acme"]
-        assert known._buckets[LimitName.REQUESTS]._level == 1.0
+    assert known._buckets[LimitName.REQUESTS]._level == 1.0
     assert known.num_choices == 0
 
 
@@ -321,14 +321,14 @@ def test_refused_images_count_and_those_without_room_do_not(error: KvferryError,
     gateway = admission()
     with gateway.count_request("chat_completions") as one:
         limits = limited(gateway, one.claim)
-        with pytest.raises(type(error)), one.claim.counting_images(1):
-            raise error
+        one.claim.count_images(1)
+        one.failed(error)
         known = limits._by_tenant["acme"]
-        assert known._buckets[LimitName.REQUESTS]._level == level
+    assert known._buckets[LimitName.REQUESTS]._level == level
     assert known.num_choices == 0
     if not level:
         with gateway.count_request("chat_completions") as other:
             other.claim.tenant = "acme"
             with pytest.raises(TenantLimited):
-                other.claim.counting_images(1).__enter__()
+                other.claim.count_images(1)
         assert known.num_choices == 0

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.gateway import usage_log
-from kvferry.gateway.usage_log import UsageLog, UsageRecord, read
+from kvferry.gateway.usage_log import UNFINISHED, UsageLog, UsageRecord, read
 from kvferry.gateway.usage_totals import totals
+from support.waiting import until
 
 DAY_S = 86400.0
 
@@ -130,12 +131,100 @@ async def test_sums_are_by_day_and_tenant_and_skip_what_is_no_record(tmp_path: P
     bad.write_bytes(b'{"tenant": "acme"}\n' + b"x" * 100_000 + b"\n\xff\n" + b'{"unix_s": 1.0, "tenant": "ac')
     sums = totals(tmp_path, None, None, None)
     assert list(sums.rows()) == [
-        ("1970-01-01", "acme", 1, 1, 0, 0, 10, 4, 3),
-        ("1970-01-01", "beta", 1, 0, 0, 0, 10, 4, 3),
-        ("1970-01-02", "acme", 1, 0, 0, 0, 10, 4, 3),
+        ("1970-01-01", "acme", "ok", 1, 10, 4, 3),
+        ("1970-01-01", "acme", "refused", 1, 0, 0, 0),
+        ("1970-01-01", "beta", "ok", 1, 10, 4, 3),
+        ("1970-01-02", "acme", "ok", 1, 10, 4, 3),
     ]
     assert (sums.num_bad, sums.first_bad) == (4, f"{bad}:1")
-    assert [row[1] for row in totals(tmp_path, 2.0, 4.0, None).rows()] == ["acme", "beta"]
-    assert [row[0] for row in totals(tmp_path, None, None, "acme").rows()] == ["1970-01-01", "1970-01-02"]
+    assert [row[1:3] for row in totals(tmp_path, 2.0, 4.0, None).rows()] == [("acme", "refused"), ("beta", "ok")]
+    assert [row[0] for row in totals(tmp_path, None, None, "acme").rows()] == ["1970-01-01", "1970-01-01", "1970-01-02"]
     with pytest.raises(OSError, match="no folder"):
         totals(tmp_path / "absent", None, None, None)
+
+
+async def test_a_request_counts_as_its_last_record_says_or_as_it_was_seen_last(tmp_path: Path) -> None:
+    """Its gateway may be killed: what it streamed until then is billed."""
+    so_far = {"outcome": UNFINISHED, "request_id": "cmpl-1"}
+    await write(
+        tmp_path,
+        record(unix_s=1.0, **so_far),
+        record(unix_s=2.0, generated_tokens=30, **so_far),
+        record(unix_s=2.0, outcome=UNFINISHED, request_id="cmpl-2"),
+        record("beta", unix_s=2.0, **so_far),
+        record(unix_s=3.0, generated_tokens=50, request_id="cmpl-2"),
+    )
+    assert list(totals(tmp_path, None, None, None).rows()) == [
+        ("1970-01-01", "acme", "ok", 1, 10, 4, 50),
+        ("1970-01-01", "acme", UNFINISHED, 1, 10, 4, 30),
+        ("1970-01-01", "beta", UNFINISHED, 1, 10, 4, 3),
+    ]
+    assert [row[2] for row in totals(tmp_path, 2.5, None, None).rows()] == ["ok"]
+
+
+async def test_files_of_a_gateway_are_read_in_the_order_in_which_it_wrote_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_log, "MAX_FILE_BYTES", 1)
+    log = UsageLog(tmp_path, "gateway-1", clock=lambda: 0.0)
+    for number in range(12):
+        log.add(record(generated_tokens=number))
+        await log._flush()
+    assert len(files_of(tmp_path)) == 12
+    assert [each.generated_tokens for each in read(tmp_path, refuse)] == list(range(12))
+
+
+async def test_requests_that_go_on_are_written_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage_log, "FLUSH_S", 0.0)
+    monkeypatch.setattr(usage_log, "UNFINISHED_S", 0.0)
+    asked = iter(range(1, 1000))
+
+    def unfinished() -> list[UsageRecord]:
+        return [record(outcome=UNFINISHED, generated_tokens=next(asked))]
+
+    log = UsageLog(tmp_path, "gateway-1", clock=lambda: 0.0, read_unfinished=unfinished)
+    log.start()
+    await until(lambda: len(list(tmp_path.glob("*"))) == 1 and len(list(read(tmp_path, refuse))) >= 3)
+    await log.close()
+    written = [each.generated_tokens for each in read(tmp_path, refuse)]
+    assert written == list(range(1, len(written) + 1))
+
+
+async def test_records_wait_while_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(usage_log, "FLUSH_S", 0.0)
+    log = UsageLog(tmp_path, "gateway-1", clock=lambda: 0.0)
+    refused = []
+
+    def refuse_threads(*_: object) -> None:
+        refused.append(1)
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.get_running_loop(), "run_in_executor", refuse_threads)
+        log.add(record())
+        log.start()
+        await until(lambda: len(refused) > 3)
+    log.add(record("beta"))
+    await until(lambda: len(list(tmp_path.glob("*"))) == 1)
+    await log.close()
+    assert [each.tenant for each in read(tmp_path, refuse)] == ["acme", "beta"]
+    assert log.num_lost == 0
+    assert caplog.text.count("can't start new thread") == 1
+
+
+async def test_whatever_ends_a_write_costs_its_records_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(usage_log, "FLUSH_S", 0.0)
+    log = UsageLog(tmp_path, "gateway-1", clock=lambda: 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(UsageLog, "_write", lambda *_: 1 / 0)
+        log.start()
+        log.add(record())
+        await until(lambda: log.num_lost == 1)
+    log.add(record("beta"))
+    await log.close()
+    assert [each.tenant for each in read(tmp_path, refuse)] == ["beta"]
+    assert "ZeroDivisionError" in caplog.text

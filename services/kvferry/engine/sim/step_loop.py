@@ -129,13 +129,14 @@ class StepLoop:
             before = answer.digest()
             token_id = answer.next_token()
             logprobs = (answer.logprobs(before, token_id),)
-        if not sequence.has_first_token and sequence.sources is not None:
+        is_first = not sequence.has_first_token
+        if is_first and sequence.sources is not None:
             self.prompt_tokens += sequence.sources
             self.cached_tokens += sequence.cached
             sequence.times.first_token_s = now_s
         sequence.append(token_id)
         self.num_generated_tokens += 1
-        output = EngineOutput((token_id,), answer.text, logprobs)
+        output = EngineOutput((token_id,), answer.text, logprobs, sources=sequence.sources if is_first else None)
         output.finish_reason = answer.finish_reason
         if output.finish_reason is None and sequence.num_tokens >= sequence.max_tokens_total:
             output.finish_reason = FinishReason.LENGTH

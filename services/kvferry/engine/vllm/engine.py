@@ -286,7 +286,7 @@ class VllmEngine:
         if llm is None:
             raise EngineDead("the engine was stopped")
         transfer = _transfer_params(request)
-        finished = reached = False
+        finished = reached = has_output = False
         num_queued = 0 if request.transfer_params is not None else len(request.prompt_token_ids)
         new_floors = self._new_floors
         self._num_queued_prompt_tokens += num_queued
@@ -310,6 +310,8 @@ class VllmEngine:
                     num_queued = 0
                 completion = output.outputs[0]
                 result = to_engine_output(completion)
+                if not has_output and (prompt_sources := self._prompt_sources.get(request_id)) is not None:
+                    has_output, result.sources = True, prompt_sources.sources
                 if output.finished:
                     finished = True
                     sources = self._prompt_sources.pop(request_id) or (PromptSources(),)

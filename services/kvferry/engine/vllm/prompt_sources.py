@@ -23,6 +23,9 @@ class PromptSourceRecorder:
         self._shares = PromptShares()
         output_processor.process_outputs = self._record
 
+    def get(self, request_id: RequestId) -> RecordedPrompt | None:
+        return self._prompts.get(request_id)
+
     def pop(self, request_id: RequestId) -> RecordedPrompt | None:
         return self._prompts.pop(request_id, None)
 

@@ -378,7 +378,7 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., structured_outputs: _Optional[str] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("numbers", "num_tokens", "token_ids", "texts", "logprobs", "finished", "load", "deltas", "reserved")
+    __slots__ = ("numbers", "num_tokens", "token_ids", "texts", "logprobs", "finished", "load", "deltas", "reserved", "sources")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -388,6 +388,7 @@ class Step(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     numbers: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -397,7 +398,16 @@ class Step(_message.Message):
     load: Load
     deltas: _containers.RepeatedCompositeFieldContainer[StepDelta]
     reserved: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[StepLogprobs, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[StepDelta, _Mapping]]] = ..., reserved: _Optional[_Iterable[int]] = ...) -> None: ...
+    sources: _containers.RepeatedCompositeFieldContainer[StepSources]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[StepLogprobs, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[StepDelta, _Mapping]]] = ..., reserved: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[_Union[StepSources, _Mapping]]] = ...) -> None: ...
+
+class StepSources(_message.Message):
+    __slots__ = ("index", "sources")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    sources: PromptSources
+    def __init__(self, index: _Optional[int] = ..., sources: _Optional[_Union[PromptSources, _Mapping]] = ...) -> None: ...
 
 class StepDelta(_message.Message):
     __slots__ = ("index", "delta")

@@ -1,0 +1,138 @@
+"""What is billed is what workers did and clients got, also where workers are lost, requests wait, or are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.gateway.usage_totals import totals
+from kvferry.membership.base import MemberKind
+from kvferry.tenancy.limits import LimitName, Limits
+from support.waiting import PATIENCE_S, until
+
+from .conftest import MODEL, SimCluster, running
+from .test_access import bearer
+from .test_tenants import admin_of, events_of, tenant_with_key
+
+PROMPT = " ".join(f"w{i}" for i in range(305))
+NUM_PROMPT_TOKENS = 306  # with bos
+ASKED: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "ignore_eos": True}
+
+
+def in_records(folder: Path, **gateway: Any) -> dict[str, Any]:
+    return {"tenants_in_etcd": True, "usage_dir": str(folder), **gateway}
+
+
+def rows(folder: Path) -> list[tuple[object, ...]]:
+    """Outcome, requests, prompt, cached and generated tokens of the tenant acme."""
+    return [row[2:] for row in totals(folder, None, None, "acme").rows()]
+
+
+def busy(cluster: SimCluster) -> Any:
+    return next(engine for engine in cluster.engines(MemberKind.DECODE) if engine.stats().num_running)
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+async def test_an_answer_that_goes_on_elsewhere_has_the_cached_tokens_of_its_first_worker(
+    tmp_path: Path, prefill: int
+) -> None:
+    """A prompt that was cold stays so, though its second worker finds its pages, or gets them once more."""
+    async with (
+        running(prefill=prefill, decode=2, gateway=in_records(tmp_path)) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
+    ):
+        key = await tenant_with_key(cluster, "acme")
+
+        async def ask(*, lose_worker: bool = False) -> int:
+            body = {**ASKED, "max_tokens": 300, "stream": True, "stream_options": {"include_usage": True}}
+            num_events, usage = 0, None
+            async with http.stream("POST", "/v1/completions", json=body, headers=bearer(key)) as answer:
+                async for event in events_of(answer):
+                    num_events += 1
+                    usage = event.get("usage") or usage
+                    if num_events == 20 and lose_worker:
+                        busy(cluster).kill()
+            assert usage is not None
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (NUM_PROMPT_TOKENS, 300)
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        assert await ask(lose_worker=True) == 0
+        assert cluster.metric("kvferry_continued_requests_total") == 1
+        cached = await ask()
+        assert 0 < cached < NUM_PROMPT_TOKENS
+    assert rows(tmp_path) == [("ok", 2, 2 * NUM_PROMPT_TOKENS, cached, 600)]
+
+
+async def test_a_prompt_that_no_worker_took_is_neither_billed_nor_counted_against_limits(tmp_path: Path) -> None:
+    """Also where its client comes back again and again, as it is told to."""
+    async with (
+        running(decode=0, prefill=0, gateway=in_records(tmp_path, worker_wait_s=0.05)) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
+    ):
+        gateway = cluster.gateway
+        assert gateway is not None
+        admin, key = admin_of(cluster), await tenant_with_key(cluster, "acme")
+        await admin.set_limits("acme", {"tokens_per_minute": 12 * NUM_PROMPT_TOKENS, "requests_per_minute": 60})
+        await until(lambda: gateway.identification.directory.limits("acme") not in (None, Limits()))  # type: ignore[union-attr]
+        for _ in range(6):
+            answer = await http.post("/v1/completions", json={**ASKED, "max_tokens": 2}, headers=bearer(key))
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_decode_worker")
+        limits = gateway.identification.limits
+        assert limits is not None
+        assert all(bucket._level == bucket._capacity for bucket in limits._by_tenant["acme"]._buckets.values())
+        await cluster.add_worker(MemberKind.DECODE)
+        await cluster.ready()
+        answer = await http.post("/v1/completions", json={**ASKED, "max_tokens": 2}, headers=bearer(key))
+        assert answer.status_code == 200
+        level = limits._by_tenant["acme"]._buckets[LimitName.TOKENS]._level
+        assert level < 2 * NUM_PROMPT_TOKENS - NUM_PROMPT_TOKENS / 2, "what was computed counts"
+    assert rows(tmp_path) == [("failed", 6, 0, 0, 0), ("ok", 1, NUM_PROMPT_TOKENS, 0, 2)]
+
+
+async def test_requests_that_a_full_cluster_refuses_are_not_billed(tmp_path: Path) -> None:
+    slow = {"step_ms": 20.0, "prefill_tokens_per_s": 200_000.0}
+    gateway = in_records(tmp_path, max_queued_requests=2)
+    async with (
+        running(prefill=0, gateway=gateway, sim=slow, worker={"heartbeat_s": 0.2, "max_requests": 3}) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
+    ):
+        key = await tenant_with_key(cluster, "acme")
+        body = {**ASKED, "max_tokens": 50}
+        asked = [http.post("/v1/completions", json=body, headers=bearer(key)) for _ in range(16)]
+        statuses = [answer.status_code for answer in await asyncio.gather(*asked)]
+    num_refused = statuses.count(429)
+    num_answered = statuses.count(200)
+    assert num_refused >= 8
+    assert num_refused + num_answered == 16
+    by_outcome = {row[0]: row[1:] for row in rows(tmp_path)}
+    assert by_outcome["refused"] == (num_refused, 0, 0, 0)
+    assert by_outcome["ok"][:2] == (num_answered, num_answered * NUM_PROMPT_TOKENS)
+    assert by_outcome["ok"][3] == num_answered * 50
+
+
+async def test_what_a_client_got_before_it_left_is_billed(tmp_path: Path) -> None:
+    async with (
+        running(gateway=in_records(tmp_path)) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
+    ):
+        gateway = cluster.gateway
+        assert gateway is not None
+        key = await tenant_with_key(cluster, "acme")
+        body = {**ASKED, "max_tokens": 4000, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body, headers=bearer(key)) as answer:
+            events = events_of(answer)
+            for _ in range(20):
+                await anext(events)
+            (so_far,) = gateway.admission.unfinished_uses()
+            assert (so_far.outcome, so_far.tenant, so_far.prompt_tokens) == ("unfinished", "acme", NUM_PROMPT_TOKENS)
+            assert so_far.generated_tokens >= 20
+            assert so_far.request_id.startswith("cmpl-")
+        await until(lambda: not gateway.admission.num_in_flight)
+    ((outcome, num_requests, num_prompt, num_cached, num_generated),) = rows(tmp_path)
+    assert (outcome, num_requests, num_prompt, num_cached) == ("cancelled", 1, NUM_PROMPT_TOKENS, 0)
+    assert isinstance(num_generated, int)
+    assert num_generated >= 20
