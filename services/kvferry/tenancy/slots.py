@@ -131,31 +131,29 @@ class DecodeSlots(Generic[Stream]):
 
     def is_short(self, now_s: float) -> bool:
         """Whether a tenant below its share waits though another one is above its own."""
-        return self._most_above_share(now_s) is not None
+        return bool(self._above_share(now_s))
 
     def victim(self, now_s: float, may_end: Callable[[Stream], bool] = lambda _: True) -> tuple[str, Stream] | None:
         """Return the stream to preempt, and its tenant, while a tenant below its share waits.
 
-        It is the oldest that `may_end` of the tenant furthest above its share.
+        It is the oldest that `may_end` of the tenant furthest above its share that has one.
         """
-        tenant = self._most_above_share(now_s)
-        if tenant is None:
-            return None
-        return next(((tenant, stream) for stream in self._tenants[tenant].streams if may_end(stream)), None)
+        for _, tenant in sorted(self._above_share(now_s), reverse=True):
+            for stream in self._tenants[tenant].streams:
+                if may_end(stream):
+                    return tenant, stream
+        return None
 
-    def _most_above_share(self, now_s: float) -> str | None:
+    def _above_share(self, now_s: float) -> list[tuple[float, str]]:
+        """Return excess and name of the tenants above their shares; none while no tenant below its share waits."""
         self._forget_unseen(now_s)
         first = self._by_streams.first()
         per_weight = self._slots_per_weight()
         if self.num_streams < self.num_slots or first is None or first[0] >= per_weight:
-            return None
+            return []
         # At most as many tenants have streams as there are slots.
-        excess, tenant = max(
-            (len(known.streams) - per_weight * known.weight, name)
-            for name, known in self._tenants.items()
-            if known.streams
-        )
-        return tenant if excess >= _MIN_EXCESS_STREAMS else None
+        excesses = ((len(known.streams) - per_weight * known.weight, name) for name, known in self._tenants.items())
+        return [(excess, name) for excess, name in excesses if excess >= _MIN_EXCESS_STREAMS]
 
     def check(self) -> None:
         assert self.num_streams == sum(len(known.streams) for known in self._tenants.values())

@@ -140,6 +140,19 @@ def test_the_oldest_stream_of_the_tenant_furthest_above_its_share_is_preempted()
     assert fill(slots) == "p"
 
 
+def test_the_victim_is_found_beyond_a_tenant_whose_streams_may_not_end() -> None:
+    slots = slots_with("e" * 6 + "b" * 6, num_slots=12)
+    order = fill(slots)
+    of_e, of_b = ({stream for stream, tenant in enumerate(order) if tenant == name} for name in "eb")
+    for tenant in "aaaa":
+        slots.wait(tenant, 0.0)
+    assert slots.victim(0.0, lambda stream: stream in of_b) == ("b", min(of_b))
+    assert slots.victim(0.0, lambda stream: stream in of_e) == ("e", min(of_e))
+    assert slots.victim(0.0, lambda _: False) is None
+    slots.set_weight("b", 2.0)  # so that its streams are its share
+    assert slots.victim(0.0, lambda stream: stream in of_b) is None
+
+
 def test_a_tenant_less_than_two_streams_above_its_share_loses_none() -> None:
     slots = slots_with("a" * 6 + "b" * 4)
     fill(slots)
