@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NewType, Protocol
+from typing import Any, NamedTuple, NewType, Protocol
 
 import msgspec
 from msgspec import structs
@@ -24,6 +24,8 @@ from kvferry.tracing import TraceContext
 
 RequestId = NewType("RequestId", str)
 EngineId = NewType("EngineId", str)
+TenantName = NewType("TenantName", str)  # whose turn it is, and whose limits count
+CacheSalt = NewType("CacheSalt", str)  # what caches are keyed by; clients may part their tenant's with one of their own
 
 TransferParams = Mapping[str, Any]
 
@@ -552,6 +554,17 @@ class RenderOutcomes(msgspec.Struct, frozen=True):
     images: Mapping[str, int] = {}
 
 
+class Asker(NamedTuple):
+    """Whose request it is: by tenant for lines and limits, which no client can choose, and by salt for caches."""
+
+    tenant: TenantName
+    salt: CacheSalt
+
+
+# Where nobody has to say who they are.
+ANYBODY = Asker(TenantName(DEFAULT_NAMESPACE.tenant), CacheSalt(""))
+
+
 class Renderer(Protocol):
     """Turns validated OpenAI bodies into prompts. Raises InvalidRequest and ContextLengthExceeded."""
 
@@ -559,12 +572,14 @@ class Renderer(Protocol):
     def takes_images(self) -> bool: ...
 
     async def render_chat(
-        self, body: Mapping[str, Any], images: Sequence[ChatImage] = (), *, salt: str = ""
+        self, body: Mapping[str, Any], images: Sequence[ChatImage] = (), *, asker: Asker = ANYBODY
     ) -> RenderedPrompt:
-        """`images` are those of the parts of type `image_url`, which have no URLs; kept for requests of this `salt`."""
+        """`images` are those of the parts of type `image_url`, which have no URLs."""
         ...
 
-    async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]: ...
+    async def render_completion(
+        self, body: Mapping[str, Any], *, asker: Asker = ANYBODY
+    ) -> Sequence[RenderedPrompt]: ...
 
     def max_model_len(self) -> int: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 
+from kvferry.engine.base import TenantName
 from kvferry.errors import Overloaded
 
 
@@ -19,12 +20,12 @@ class FairTurns:
         self.num_waiting = 0
         self._max_waiting = max_waiting
         self._complaint = complaint
-        self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant first
+        self._lines: OrderedDict[TenantName, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant first
 
     def __repr__(self) -> str:
         return f"<FairTurns free={self.num_free} waiting={self.num_waiting} of {len(self._lines)} tenants>"
 
-    async def begin(self, tenant: str) -> None:
+    async def begin(self, tenant: TenantName) -> None:
         """Wait for a turn, to be given back by `end`.
 
         Where too many wait, the last one of the longest line has to leave. Raises Overloaded.
@@ -59,7 +60,7 @@ class FairTurns:
                 return
         self.num_free += 1
 
-    def _shorten_longest_line(self, newest: str) -> None:
+    def _shorten_longest_line(self, newest: TenantName) -> None:
         longest = max(self._lines, key=lambda tenant: len(self._lines[tenant]), default=newest)
         if len(self._lines.get(longest, ())) <= len(self._lines.get(newest, ())) + 1:
             raise Overloaded(self._complaint)
@@ -68,7 +69,7 @@ class FairTurns:
         if not turn.done():
             turn.set_exception(Overloaded(self._complaint))
 
-    def _leave_line(self, tenant: str, turn: asyncio.Future[None]) -> None:
+    def _leave_line(self, tenant: TenantName, turn: asyncio.Future[None]) -> None:
         line = self._lines.get(tenant)
         if line is None or turn not in line:
             return

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.engine.base import ChatImage, Parse, PromptImage, RenderedPrompt, Sampling
+from kvferry.engine.base import Asker, CacheSalt, ChatImage, Parse, PromptImage, RenderedPrompt, Sampling
 from kvferry.engine.fair_turns import FairTurns
 from kvferry.engine.fork_process import ForkProcess
 from kvferry.engine.forks import Outcome, Verdict
@@ -118,7 +118,7 @@ class ImageChats:
         self.outcomes = Counter(dict.fromkeys(FORK_OUTCOMES, 0))
         self.image_outcomes = Counter(dict.fromkeys(IMAGE_OUTCOMES, 0))
         # By salt and digest: a tenant's requests must not tell by their time what others sent.
-        self._kept: OrderedDict[tuple[str, str], PreparedImage] = OrderedDict()
+        self._kept: OrderedDict[tuple[CacheSalt, str], PreparedImage] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"<ImageChats {self._turns!r} kept={len(self._kept)}, {self._num_kept_bytes} bytes>"
@@ -129,9 +129,10 @@ class ImageChats:
     async def close(self) -> None:
         await self._process.close()
 
-    async def render(self, body: Mapping[str, Any], images: Sequence[ChatImage], salt: str) -> RenderedPrompt:
-        """`salt` is the tenant's. Raises InvalidRequest, ContextLengthExceeded, Overloaded and NotReady."""
-        await self._turns.begin(salt)
+    async def render(self, body: Mapping[str, Any], images: Sequence[ChatImage], asker: Asker) -> RenderedPrompt:
+        """Raises InvalidRequest, ContextLengthExceeded, Overloaded and NotReady."""
+        salt = asker.salt
+        await self._turns.begin(asker.tenant)
         asking: asyncio.Task[Verdict] | None = None
         try:
             asked = self._asked(images, salt)
@@ -160,7 +161,7 @@ class ImageChats:
         if not asking.cancelled():
             asking.exception()  # all that asked may have left
 
-    def _asked(self, images: Sequence[ChatImage], salt: str) -> list[AskedImage]:
+    def _asked(self, images: Sequence[ChatImage], salt: CacheSalt) -> list[AskedImage]:
         digests = [self.digest_of(image.data) for image in images]
         asked = []
         for image, digest in zip(images, digests, strict=True):
@@ -173,7 +174,7 @@ class ImageChats:
         digest.update(data)
         return digest.hexdigest()
 
-    def _rendered(self, chat: RenderedChat, asked: Sequence[AskedImage], salt: str) -> RenderedPrompt:
+    def _rendered(self, chat: RenderedChat, asked: Sequence[AskedImage], salt: CacheSalt) -> RenderedPrompt:
         token_ids = array("I")
         token_ids.frombytes(chat.token_ids)
         if len(chat.images) != len(asked):
@@ -202,13 +203,13 @@ class ImageChats:
                 self._keep(salt, image.digest, placed.prepared)
         return RenderedPrompt(token_ids, chat.sampling, parse=chat.parse, images=tuple(images))
 
-    def _known(self, salt: str, digest: str) -> PreparedImage | None:
+    def _known(self, salt: CacheSalt, digest: str) -> PreparedImage | None:
         known = self._kept.get((salt, digest))
         if known is not None:
             self._kept.move_to_end((salt, digest))
         return known
 
-    def _keep(self, salt: str, digest: str, prepared: PreparedImage) -> None:
+    def _keep(self, salt: CacheSalt, digest: str, prepared: PreparedImage) -> None:
         before = self._kept.pop((salt, digest), None)
         if before is not None:
             self._num_kept_bytes -= before.num_bytes

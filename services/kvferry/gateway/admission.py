@@ -12,7 +12,7 @@ import msgspec
 
 from kvferry.config import DEFAULT_POOL, GatewayConfig
 from kvferry.engine.base import RenderedPrompt
-from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded, UnavailableError
+from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded
 from kvferry.gateway.choices import Usage
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.models import Route
@@ -211,8 +211,11 @@ class Claim:
         finally:
             admission.count(self.tenant, _FETCHES, -num_images)
 
-    def count_images(self, num_choices: int) -> None:
-        """Count a chat before its images cost anything, also if they are refused. Raises as `GatewayLimits.admit`."""
+    def count(self, num_choices: int) -> None:
+        """Count the request against its tenant's limits before its images and texts cost anything.
+
+        It stays counted where they are refused. Raises as `GatewayLimits.admit`.
+        """
         limits = self._admission.limits
         if limits is not None and limits.admit(self.tenant, num_choices, 0):
             self.num_limited = num_choices
@@ -220,7 +223,7 @@ class Claim:
     def take_answer(self, prompts: Sequence[RenderedPrompt], n: int) -> None:
         """Take the prompts' tokens and images for an answer of `n` choices per prompt; give the body's bytes back.
 
-        Raises InvalidRequest for an answer that may become too large, TenantLimited, and as `take_prompt_tokens` does.
+        Raises InvalidRequest for an answer that may become too large, and as `take_prompt_tokens` does.
         """
         num_choices = n * len(prompts)
         max_tokens = max(prompt.sampling.max_tokens for prompt in prompts)
@@ -237,12 +240,9 @@ class Claim:
         num_prompt_tokens = n * sum(len(prompt.token_ids) for prompt in prompts)
         self.take_prompt_tokens(num_prompt_tokens)
         self.hold_images(n * sum(len(image.features) for prompt in prompts for image in prompt.images))
-        limits = self._admission.limits
-        if limits is not None and self.num_limited:
-            limits.used(self.tenant, 0, num_prompt_tokens)
+        if self._admission.limits is not None and self.num_limited:
+            self._admission.limits.used(self.tenant, 0, num_prompt_tokens)
             self.num_limited_tokens = num_prompt_tokens
-        elif limits is not None and limits.admit(self.tenant, num_choices, num_prompt_tokens):
-            self.num_limited, self.num_limited_tokens = num_choices, num_prompt_tokens
         self._release_body()
 
     def take_back_limits(self) -> None:

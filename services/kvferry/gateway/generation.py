@@ -12,6 +12,8 @@ from msgspec import structs
 
 from kvferry.config import entry_of, is_of_entry
 from kvferry.engine.base import (
+    Asker,
+    CacheSalt,
     EngineOutput,
     EngineRequest,
     FinishReason,
@@ -63,7 +65,7 @@ def _requests_of(
     Tokens are arrays, which halves the time of route keys.
     """
     requests: list[EngineRequest] = []
-    salt = salt_of(tenant, cache_salt)
+    salt: str = salt_of(tenant, cache_salt)
     if is_of_entry(pool):
         # Models have tokens in common: without this, pages of one would be looked for under the keys of another.
         salt = f"{pool}/{salt}"
@@ -95,8 +97,12 @@ def _requests_of(
     return requests
 
 
-def salt_of(tenant: Tenant, cache_salt: str | None) -> str:
+def salt_of(tenant: Tenant, cache_salt: str | None) -> CacheSalt:
     return tenant.cache_salt if cache_salt is None else tenant.salt_of(cache_salt)
+
+
+def asker_of(tenant: Tenant, cache_salt: str | None) -> Asker:
+    return Asker(tenant.name, salt_of(tenant, cache_salt))
 
 
 class Generation:
@@ -142,7 +148,8 @@ class Generation:
         if span is not None:
             span.set({"kvferry.tenant": tenant.name, "kvferry.adapter": adapter or None})
         self.records = [
-            RequestRecord(tenant=tenant.name, pool=pool, adapter=adapter, trace=span) for _ in self.requests
+            RequestRecord(tenant=tenant.name, owner=tenant.cache_salt, pool=pool, adapter=adapter, trace=span)
+            for _ in self.requests
         ]
         self.choices = [
             (Choice if request.parse is None else ParsedChoice)(resumed_after=record.continued_after)

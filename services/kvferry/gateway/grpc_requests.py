@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kvferry.engine.base import EngineOutput, Renderer, TokenLogprob, ToolCallDelta
+from kvferry.engine.base import Asker, EngineOutput, Renderer, TokenLogprob, ToolCallDelta
 from kvferry.errors import RequestError
 from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.canary import beginning_of
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
-from kvferry.gateway.generation import Gathered, Generation, refuse_abort
+from kvferry.gateway.generation import Gathered, Generation, asker_of, refuse_abort
 from kvferry.gateway.grpc_bodies import in_fields, read_generate, read_tokenize
 from kvferry.gateway.json_values import MAX_VALUES
 from kvferry.gateway.large_bodies import in_thread_if_large, join
@@ -79,14 +79,15 @@ class Inference:
         message, body, fields = await _read(read_generate, raw)
         model, adapter = self._adapters.resolve(message.model, tenant)
         claim.route = route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)
-        n = body.n or 1
+        n, asker = body.n or 1, asker_of(tenant, body.cache_salt)
         try:
             claim.take_choices(n)  # a message has one prompt
+            claim.count(n)
             with route.model.rendering() as renderer:
                 if isinstance(body, ChatBody):
-                    rendered = [await renderer.render_chat(fields)]
+                    rendered = [await renderer.render_chat(fields, asker=asker)]
                 else:
-                    rendered = list(await renderer.render_completion(fields))
+                    rendered = list(await renderer.render_completion(fields, asker=asker))
             route.model.require_supported(rendered, route.pool)
             claim.take_answer(rendered, n)
         except RequestError as error:
@@ -114,15 +115,17 @@ class Inference:
             trace.rendered(answer_id, body, generation.requests, begun_ns, route.model.label)
         return InferenceAnswer(answer_id, message.model, generation, with_token_ids=message.return_token_ids)
 
-    async def tokenize(self, raw: bytes, tenant: Tenant) -> bytes:
-        """Return a TokenizeResponse, encoded. Raises the same errors as `generate`."""
+    async def tokenize(self, raw: bytes, tenant: Tenant, claim: Claim) -> bytes:
+        """Return a TokenizeResponse, encoded; counts as a request. Raises the same errors as `generate`."""
         await check_num_values(raw, pb.TokenizeRequest.DESCRIPTOR, MAX_VALUES)
         message, body, fields = await _read(read_tokenize, raw)
         model, adapter = self._adapters.resolve(message.model, tenant)
         route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)
+        asker = asker_of(tenant, None)
+        claim.count(1)
         try:
             with route.model.rendering() as renderer:
-                token_ids, max_model_len = await _token_ids(renderer, body, fields), renderer.max_model_len()
+                token_ids, max_model_len = await _token_ids(renderer, body, fields, asker), renderer.max_model_len()
         except RequestError as error:
             raise in_fields(error, message.WhichOneof("prompt")) from None
         rest = pb.TokenizeResponse(max_model_len=max_model_len)
@@ -138,10 +141,12 @@ class Inference:
         return pb.ListModelsResponse(models=models)
 
 
-async def _token_ids(renderer: Renderer, body: ChatBody | CompletionBody, fields: dict[str, Any]) -> Sequence[int]:
+async def _token_ids(
+    renderer: Renderer, body: ChatBody | CompletionBody, fields: dict[str, Any], asker: Asker
+) -> Sequence[int]:
     if isinstance(body, ChatBody):
-        return (await renderer.render_chat(fields)).token_ids
-    (rendered,) = await renderer.render_completion(fields)
+        return (await renderer.render_chat(fields, asker=asker)).token_ids
+    (rendered,) = await renderer.render_completion(fields, asker=asker)
     return rendered.token_ids
 
 

@@ -20,9 +20,9 @@ from kvferry.errors import (
     KvferryError,
     Unauthenticated,
 )
-from kvferry.gateway.client_certificate import common_name
 from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, CountedRequest, Readiness
+from kvferry.gateway.client_certificate import common_name
 from kvferry.gateway.grpc_connections import ConnectionEnder
 from kvferry.gateway.grpc_errors import status_of
 from kvferry.gateway.grpc_health import SERVICE as HEALTH
@@ -195,7 +195,7 @@ class GrpcEndpoint:
 
     async def _serve_tokenize(self, _: object, context: Context) -> None:
         async def answer(inference: Inference, raw: bytes, tenant: Tenant, counted: CountedRequest) -> None:
-            tokenized = inference.tokenize(raw, tenant)
+            tokenized = inference.tokenize(raw, tenant, counted.claim)
             del raw
             message = await tokenized
             # A write that is cancelled would have begun to send it, and no status could be sent.
@@ -465,7 +465,7 @@ async def _abort(context: Context, error: KvferryError) -> NoReturn:
 
 def _client_name(context: Context) -> str | None:
     certificates = context.auth_context().get("x509_pem_cert")
-    return common_name(certificates[0]) if certificates else None
+    return next(map(common_name, certificates), None) if certificates is not None else None
 
 
 def _wants_disaggregation(context: Context) -> bool:

@@ -19,7 +19,7 @@ from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.canary import beginning_of
 from kvferry.gateway.chat_images import ChatImages, image_parts
-from kvferry.gateway.generation import Gathered, Generation, record_values, refuse_abort, salt_of
+from kvferry.gateway.generation import Gathered, Generation, asker_of, record_values, refuse_abort
 from kvferry.gateway.json_values import MAX_VALUES, check_num_values
 from kvferry.gateway.large_bodies import in_thread_if_large, join
 from kvferry.gateway.metrics import GatewayMetrics
@@ -93,8 +93,7 @@ class OpenAI:
             has_images=lambda: any(image_parts(body.messages)),
         )
         claim.take_choices(body.n or 1)
-        if any(image_parts(body.messages)):
-            claim.count_images(body.n or 1)
+        claim.count(body.n or 1)
         with route.model.rendering() as renderer:
             messages = fields["messages"]
             # Images were shown with the default model alone.
@@ -102,7 +101,7 @@ class OpenAI:
             images = await self._images.load(messages, claim, takes_images=takes_images)
             if images:
                 body = structs.replace(body, messages=messages)  # without the URLs
-            rendered = await renderer.render_chat(fields, images, salt=salt_of(tenant, body.cache_salt))
+            rendered = await renderer.render_chat(fields, images, asker=asker_of(tenant, body.cache_salt))
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         fmt = ChatFormat
         if rendered.parse is not None:
@@ -139,9 +138,11 @@ class OpenAI:
         body, fields = await _read(read_completion, raw)
         model, adapter = self._adapters.resolve(body.model, tenant)
         claim.route = route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)
-        claim.take_choices(num_prompts(body) * (body.n or 1))
+        num_choices = num_prompts(body) * (body.n or 1)
+        claim.take_choices(num_choices)
+        claim.count(num_choices)
         with route.model.rendering() as renderer:
-            rendered = await renderer.render_completion(fields)
+            rendered = await renderer.render_completion(fields, asker=asker_of(tenant, body.cache_salt))
         num_top = body.logprobs
         route.model.require_supported(rendered, route.pool)
         claim.take_answer(rendered, body.n or 1)
@@ -163,7 +164,7 @@ class OpenAI:
         return answer
 
     def explain(self, answer_id: str, tenant: Tenant) -> list[dict[str, Any]]:
-        """Return the placements of a tenant's answer, one per choice, or empty."""
+        """Return the placements of an answer of a tenant's key group, one per choice, or empty."""
         return [
             {
                 "request_id": record.request_id,
@@ -174,7 +175,7 @@ class OpenAI:
                 "choices": [explain(placement) for placement in record.placements],
             }
             for record in self._dispatcher.recent(answer_id)
-            if record.tenant == tenant.name
+            if (record.tenant, record.owner) == (tenant.name, tenant.cache_salt)
         ]
 
     def _answer(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn
 
-from kvferry.engine.base import TierHints, Turn
+from kvferry.engine.base import CacheSalt, TenantName, TierHints, Turn
 from kvferry.errors import ConfigError, KvferryError, NotReady
 from kvferry.membership.base import RecordStore
 from kvferry.tenancy import salts
@@ -36,7 +36,7 @@ class Tenant:
     volumes. Clients can set neither, only part their own pages with `salt_of`.
     """
 
-    name: str
+    name: TenantName
     epoch: int = 0
     group: str = ""
     share: float = 1.0
@@ -44,7 +44,7 @@ class Tenant:
     terms: EngineTerms | None = None
     pool: str = ""  # of workers, and no others, that serve it; empty: none of its own
     secret: bytes = field(default=_OPEN_SECRET, repr=False, kw_only=True)
-    cache_salt: str = field(init=False, repr=False)
+    cache_salt: CacheSalt = field(init=False, repr=False)
     tier: TierHints | None = field(init=False)
     turn: Turn | None = field(init=False, repr=False)
 
@@ -58,13 +58,13 @@ class Tenant:
         has_hints = namespace != DEFAULT_NAMESPACE or self.terms is not None
         object.__setattr__(self, "tier", TierHints(namespace, terms=self.terms) if has_hints else None)
 
-    def salt_of(self, client_salt: str) -> str:
+    def salt_of(self, client_salt: str) -> CacheSalt:
         """Return the salt of requests for which a client names one."""
-        return salts.salt(self.secret, Namespace(self.name, self.epoch), self.group, client_salt)
+        return CacheSalt(salts.salt(self.secret, Namespace(self.name, self.epoch), self.group, client_salt))
 
 
 # The tenant of every request where no authentication is configured.
-DEFAULT_TENANT = Tenant(DEFAULT_NAMESPACE.tenant)
+DEFAULT_TENANT = Tenant(TenantName(DEFAULT_NAMESPACE.tenant))
 
 
 class Tenants:
@@ -98,7 +98,7 @@ class Tenants:
     def _make(self, name: str, epoch: int, group: str, share: float, terms: EngineTerms | None, pool: str) -> Tenant:
         if self._secret is None:
             raise NotReady("this gateway is starting: it waits for etcd to read the secret of tenants' salts")
-        return Tenant(name, epoch, group, share, self._have_turns, terms, pool, secret=self._secret)
+        return Tenant(TenantName(name), epoch, group, share, self._have_turns, terms, pool, secret=self._secret)
 
 
 def read_secret(file: Path) -> bytes:

@@ -18,7 +18,8 @@ import msgspec
 log = logging.getLogger(__name__)
 
 FLUSH_S: Final = 0.5
-UNFINISHED_S: Final = 9.0  # between records of a request that goes on: a gateway that is killed bills all but 10 s of it
+# Between records of a request that goes on, of which a gateway that is killed loses the last 10 s.
+UNFINISHED_S: Final = 9.0
 UNFINISHED: Final = "unfinished"
 MAX_WAITING: Final = 20_000  # records; about 6 MB
 MAX_FILE_BYTES: Final = 256 << 20
@@ -174,7 +175,7 @@ def read(folder: Path, on_bad: Callable[[Path, int], None]) -> Iterator[UsageRec
 
 
 def _order(file: Path) -> tuple[str, int, str]:
-    """By day, and for a gateway in the order in which it wrote them: usage-DAY-GATEWAY.jsonl, usage-DAY-GATEWAY-1.jsonl."""
+    """By day, and for a gateway as it wrote them: usage-DAY-GATEWAY.jsonl, then usage-DAY-GATEWAY-1.jsonl."""
     return file.name[: len("usage-2026-01-01")], len(file.name), file.name
 
 

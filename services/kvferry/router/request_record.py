@@ -22,6 +22,7 @@ class RequestRecord(msgspec.Struct):
 
     request_id: str = ""
     tenant: str = ""
+    owner: str = ""  # the salt of tenant, epoch and group: another tenant of the same name has another one
     pool: str = ""
     adapter: str = ""  # NAME@DIGEST
     reason: str = ""

@@ -27,7 +27,7 @@ from bench.tiny_models import IMAGE_TOKEN, make_image_model
 from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.config import ModelConfig
-from kvferry.engine.base import ChatImage, RenderedPrompt
+from kvferry.engine.base import ANYBODY, CacheSalt, ChatImage, RenderedPrompt
 from kvferry.engine.image_chats import AskedImage, ImageChat, ImageChats, RefusedChat
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest
@@ -91,7 +91,7 @@ async def render(renderer: VllmRenderer, *files: bytes, salt: str = "", **fields
     ]
     body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 8, **fields}
     images = [ChatImage(file, f"messages[0].content[{i + 1}]") for i, file in enumerate(files)]
-    return await renderer.render_chat(body, images, salt=salt)
+    return await renderer.render_chat(body, images, asker=ANYBODY._replace(salt=CacheSalt(salt)))
 
 
 async def by_vllm(renderer: VllmRenderer, *files: bytes) -> tuple[list[int], list[tuple[int, int]], list[Any]]:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from kvferry.engine import fork_process
-from kvferry.engine.base import ChatImage, RenderedPrompt
+from kvferry.engine.base import ANYBODY, CacheSalt, ChatImage, RenderedPrompt
 from kvferry.engine.fork_process import ForkProcess
 from kvferry.engine.forks import ForkLimits
 from kvferry.engine.image_chats import MAX_WAITING, ImageChats, image_identity
@@ -46,7 +46,7 @@ async def chats(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ImageChats]:
 
 async def render(chats: ImageChats, *files: str, salt: str = "") -> RenderedPrompt:
     images = [ChatImage(file.encode(), f"messages[0].content[{i}]") for i, file in enumerate(files)]
-    return await chats.render(BODY, images, salt)
+    return await chats.render(BODY, images, ANYBODY._replace(salt=CacheSalt(salt)))
 
 
 async def refusal(chats: ImageChats, *files: str) -> str:

@@ -289,7 +289,7 @@ def test_a_chat_with_images_counts_once_and_its_prompt_when_it_is_rendered() -> 
     gateway = admission()
     with gateway.count_request("chat_completions") as one:
         limits = limited(gateway, one.claim)
-        one.claim.count_images(1)
+        one.claim.count(1)
         assert limits._by_tenant["acme"].num_choices == 1
         one.claim.take_answer([RenderedPrompt([1] * 90, Sampling(max_tokens=1))], 1)
         known = limits._by_tenant["acme"]
@@ -304,7 +304,7 @@ def test_a_chat_with_images_whose_prompt_finds_no_room_is_given_back() -> None:
     gateway = admission()
     with gateway.count_request("chat_completions") as one:
         limits = limited(gateway, one.claim)
-        one.claim.count_images(1)
+        one.claim.count(1)
         gateway.num_prompt_tokens = gateway.max_prompt_tokens  # of others
         with pytest.raises(Overloaded) as refused:
             one.claim.take_answer([RenderedPrompt([1], Sampling(max_tokens=1))], 1)
@@ -321,7 +321,7 @@ def test_refused_images_count_and_those_without_room_do_not(error: KvferryError,
     gateway = admission()
     with gateway.count_request("chat_completions") as one:
         limits = limited(gateway, one.claim)
-        one.claim.count_images(1)
+        one.claim.count(1)
         one.failed(error)
         known = limits._by_tenant["acme"]
     assert known._buckets[LimitName.REQUESTS]._level == level
@@ -330,5 +330,5 @@ def test_refused_images_count_and_those_without_room_do_not(error: KvferryError,
         with gateway.count_request("chat_completions") as other:
             other.claim.tenant = "acme"
             with pytest.raises(TenantLimited):
-                other.claim.count_images(1)
+                other.claim.count(1)
         assert known.num_choices == 0

@@ -38,9 +38,7 @@ def named(*names: str) -> x509.Certificate:
         ([], ""),
     ],
 )
-def test_the_first_common_name_is_read_whole(
-    names: list[str], expected: str, encoding: serialization.Encoding
-) -> None:
+def test_the_first_common_name_is_read_whole(names: list[str], expected: str, encoding: serialization.Encoding) -> None:
     assert common_name(named(*names).public_bytes(encoding)) == expected
 
 

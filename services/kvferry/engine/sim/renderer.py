@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
-from kvferry.engine.base import ChatImage, RenderedPrompt, RenderOutcomes, Sampling
+from kvferry.engine.base import ANYBODY, Asker, ChatImage, RenderedPrompt, RenderOutcomes, Sampling
 from kvferry.engine.sim.parsing import check_name, parse_of
 from kvferry.engine.sim.tokenizer import ROLE_TO_MARKER, SimTokenizer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
@@ -69,7 +69,7 @@ class SimRenderer:
         return False
 
     async def render_chat(
-        self, body: Mapping[str, Any], images: Sequence[ChatImage] = (), *, salt: str = ""
+        self, body: Mapping[str, Any], images: Sequence[ChatImage] = (), *, asker: Asker = ANYBODY
     ) -> RenderedPrompt:
         if images:
             raise InvalidRequest(f"{images[0].where}: this model takes no images", param=images[0].where)
@@ -87,7 +87,7 @@ class SimRenderer:
         rendered = self._rendered(body, token_ids, max_tokens, max_tokens_param=name, logprobs=logprobs)
         return structs.replace(rendered, parse=parse_of(body, self._tool_parser, self._reasoning_parser))
 
-    async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
+    async def render_completion(self, body: Mapping[str, Any], *, asker: Asker = ANYBODY) -> Sequence[RenderedPrompt]:
         max_tokens = _integer(body, "max_tokens", 1, math.inf)
         if max_tokens is None:
             max_tokens = DEFAULT_COMPLETION_TOKENS

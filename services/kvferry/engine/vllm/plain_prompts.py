@@ -107,6 +107,10 @@ class PlainPrompts:
         self._sampling_of = functools.lru_cache(_NUM_KEPT_SAMPLINGS)(self._resolve)
         self._template_tokens = self._tokens_of_template()
 
+    def num_tokens(self, text: str) -> int:
+        """Return those of a text alone."""
+        return len(self._encode(text))
+
     def takes_chat(self, body: Mapping[str, Any]) -> bool:
         return (
             self._template is not None
@@ -229,6 +233,14 @@ def too_many_chars(max_model_len: int, max_chars: int, num_chars: int, param: st
     return ContextLengthExceeded(
         f"this model's context is {max_model_len} tokens, which have {max_chars} characters at most, but {param} has "
         f"{num_chars}",
+        param=param,
+    )
+
+
+def too_many_tokens(max_model_len: int, num_chars: int, num_tokens: int, param: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"this model's context is {max_model_len} tokens, but the first {num_chars} characters of {param} alone have "
+        f"{num_tokens}",
         param=param,
     )
 

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -17,7 +17,8 @@ from msgspec import structs
 
 from kvferry import collector
 from kvferry.config import ModelConfig
-from kvferry.engine.base import ChatImage, Parse, RenderedPrompt, RenderOutcomes
+from kvferry.engine.base import ANYBODY, Asker, ChatImage, Parse, RenderedPrompt, RenderOutcomes
+from kvferry.engine.fair_turns import FairTurns
 from kvferry.engine.grammar_checks import GrammarChecks
 from kvferry.engine.image_chats import ImageChats
 from kvferry.engine.vllm.model_kinds import IMAGE_ARCHITECTURES
@@ -28,6 +29,7 @@ from kvferry.engine.vllm.plain_prompts import (
     cost_in_chars,
     prompts_of,
     too_many_chars,
+    too_many_tokens,
     verify,
 )
 from kvferry.engine.vllm.render_loop import RenderLoop
@@ -43,6 +45,11 @@ R = TypeVar("R")
 MOST_CHARS_AT_ONCE = 2_000
 
 _PART_CHARS = 10_000  # of a list's prompts that are rendered together: about 3 ms
+MAX_WAITING = 256  # texts that wait to be rendered
+# A text of more characters than this for each token of the context is rarely one that fits: so much of it is tokenized
+# first, which is enough to refuse it. Tokens at the end of a part may differ from those of the whole.
+_CHARS_PER_TOKEN = 16
+_DIFFERENT_TOKENS = 64
 
 
 class VllmRenderer:
@@ -77,6 +84,7 @@ class VllmRenderer:
         self._vocabulary_size = int(config.get_vocab_size())
         self._plain_parse = self._parse_of_plain()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="render")
+        self._turns = FairTurns(1, MAX_WAITING, f"{MAX_WAITING} texts wait to be rendered, the limit of this gateway")
         # vLLM's renderer keeps the loop that first ran it.
         self._loop = RenderLoop()
         self._plain = self._verified_plain_prompts()
@@ -140,7 +148,7 @@ class VllmRenderer:
         self._loop.close()
 
     async def render_chat(
-        self, body: Mapping[str, Any], images: Sequence[ChatImage] = (), *, salt: str = ""
+        self, body: Mapping[str, Any], images: Sequence[ChatImage] = (), *, asker: Asker = ANYBODY
     ) -> RenderedPrompt:
         if body.get("tools") and body.get("tool_choice") != "none" and not self._model.tool_parser:
             raise InvalidRequest(
@@ -148,53 +156,56 @@ class VllmRenderer:
                 'with tool_choice "none" the model is only told of them',
                 param="tools",
             )
-        self._check_texts(body["messages"])
+        await self._check_texts(body["messages"], asker)
         requested = body.get("max_completion_tokens")
         if requested is None:
             requested = body.get("max_tokens")
         rendered: Rendered | None = None
         if images:
-            rendered = await self._chat_with_images(body, images, salt)
+            rendered = await self._chat_with_images(body, images, asker)
         elif self._plain is not None and self._plain.takes_chat(body):
-            rendered = await self._at_once_if_short(self._plain.chat, body, sum(map(cost_in_chars, body["messages"])))
+            cost = sum(map(cost_in_chars, body["messages"]))
+            rendered = await self._at_once_if_short(self._plain.chat, body, cost, asker)
             if rendered is not None and self._plain_parse is not None:
                 rendered = structs.replace(rendered, parse=self._plain_parse)
         if rendered is None:
             await self._check_asked_grammar(body)
-            rendered = await self._loop.run(self._vllm.chat(body))
+            rendered = await self._in_turn(asker, self._loop.run(self._vllm.chat(body)))
             await self._check_grammars(body, [rendered])
         return self._within_context(rendered, requested, "messages")
 
-    async def _chat_with_images(self, body: Mapping[str, Any], images: Sequence[ChatImage], salt: str) -> Rendered:
+    async def _chat_with_images(self, body: Mapping[str, Any], images: Sequence[ChatImage], asker: Asker) -> Rendered:
         if self._images is None:
             raise InvalidRequest(f"{images[0].where}: this model takes no images", param=images[0].where)
         await self._check_asked_grammar(body)
-        chat = await self._loop.run(self._images.render(body, images, salt))
+        chat = await self._loop.run(self._images.render(body, images, asker))
         rendered = Rendered(chat.token_ids, chat.sampling, chat.parse, chat.images)
         await self._check_grammars(body, [rendered])
         return rendered
 
-    async def render_completion(self, body: Mapping[str, Any]) -> Sequence[RenderedPrompt]:
+    async def render_completion(self, body: Mapping[str, Any], *, asker: Asker = ANYBODY) -> Sequence[RenderedPrompt]:
         texts = [prompt for prompt in prompts_of(body) if isinstance(prompt, str)]
         for text in texts:
             self._check_num_chars(len(text), "prompt")
+        for text in texts:
+            await self._check_beginning([text], "prompt", asker)
         requested = body.get("max_tokens", 16)
         if self._plain is not None and self._plain.takes_completion(body):
-            rendered = await self._plain_completions(self._plain, body, texts, requested)
+            rendered = await self._plain_completions(self._plain, body, texts, requested, asker)
             if rendered is not None:
                 return rendered
         await self._check_asked_grammar(body)
-        asked = await self._loop.run(self._vllm.completions(body))
+        asked = await self._in_turn(asker, self._loop.run(self._vllm.completions(body)))
         await self._check_grammars(body, asked)
         return [self._within_context(one, requested, "prompt") for one in asked]
 
     async def _plain_completions(
-        self, plain: PlainPrompts, body: Mapping[str, Any], prompts: Sequence[str], requested: int | None
+        self, plain: PlainPrompts, body: Mapping[str, Any], prompts: Sequence[str], requested: int | None, asker: Asker
     ) -> list[RenderedPrompt] | None:
         """Render a few prompts at a time, so that others' prompts need not wait for the whole list."""
         rendered: list[RenderedPrompt] = []
         for part, cost in _in_parts(prompts):
-            some = await self._at_once_if_short(functools.partial(plain.completions, prompts=part), body, cost)
+            some = await self._at_once_if_short(functools.partial(plain.completions, prompts=part), body, cost, asker)
             if some is None:
                 return None
             rendered += [self._within_context(one, requested, "prompt") for one in some]
@@ -212,30 +223,71 @@ class VllmRenderer:
                 await self._grammars.check(spec, param=_grammar_field(body))
 
     async def _at_once_if_short(
-        self, render: Callable[[Mapping[str, Any]], R], body: Mapping[str, Any], num_chars: int
+        self, render: Callable[[Mapping[str, Any]], R], body: Mapping[str, Any], num_chars: int, asker: Asker
     ) -> R:
         if num_chars <= MOST_CHARS_AT_ONCE:
             return render(body)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, render, body)
+        return await self._in_turn(asker, self._in_thread(functools.partial(render, body)))
+
+    async def _in_thread(self, work: Callable[[], R]) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _in_turn(self, asker: Asker, work: Coroutine[Any, Any, R]) -> R:
+        """Run it when it is the tenant's turn. It has its turn until it is done, also after its client has left."""
+        try:
+            await self._turns.begin(asker.tenant)
+        except BaseException:
+            work.close()
+            raise
+        running = asyncio.create_task(work)
+        running.add_done_callback(self._end_turn)
+        return await asyncio.shield(running)
+
+    def _end_turn(self, running: asyncio.Task[Any]) -> None:
+        self._turns.end()
+        if not running.cancelled():
+            running.exception()  # its client may have left
 
     def _check_num_chars(self, num_chars: int, param: str) -> None:
         """Refuse, before templates and tokenizers copy it, a text that cannot fit."""
         if self._max_chars is not None and num_chars > self._max_chars:
             raise too_many_chars(self._max_model_len, self._max_chars, num_chars, param)
 
-    def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    async def _check_beginning(self, texts: Iterable[str], param: str, asker: Asker) -> None:
+        """Refuse a text of which a part has more tokens than the context, before all of it is tokenized."""
+        plain, most = self._plain, _CHARS_PER_TOKEN * self._max_model_len
+        if plain is None:
+            return
+        parts, num_chars = [], 0
+        for text in texts:
+            parts.append(text[: most - num_chars])
+            num_chars += len(parts[-1])
+            if num_chars == most:
+                break
+        else:
+            return
+        beginning = "".join(parts)
+        num_tokens = await self._in_turn(asker, self._in_thread(lambda: plain.num_tokens(beginning)))
+        if num_tokens > self._max_model_len + _DIFFERENT_TOKENS:
+            raise too_many_tokens(self._max_model_len, most, num_tokens, param)
+
+    async def _check_texts(self, messages: Sequence[Mapping[str, Any]], asker: Asker) -> None:
         # Every chat template repeats what users said. Some leave out what others said, but no message of theirs is
         # longer than a context.
         num_of_users = 0
+        of_users: list[str] = []
         for message in messages:
             content = message.get("content")
             if content is None:
                 continue
-            num_chars = len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
+            texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+            num_chars = sum(map(len, texts))
             self._check_num_chars(num_chars, "messages")
             if message.get("role") == "user":
                 num_of_users += num_chars
+                of_users += texts
         self._check_num_chars(num_of_users, "messages")
+        await self._check_beginning(of_users, "messages", asker)
 
     def _check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
         """Raises InvalidRequest for ids that engines would refuse, with all of them in the message."""
