@@ -6,16 +6,19 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
 from kvferry.gateway.usage_totals import totals
+from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.membership.base import MemberKind
 from kvferry.tenancy.limits import LimitName, Limits
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
-from .test_access import bearer
+from .test_access import bearer, grpc_to, refused
+from .test_gateway_grpc import stub_on
 from .test_tenants import admin_of, events_of, tenant_with_key
 
 PROMPT = " ".join(f"w{i}" for i in range(305))
@@ -136,3 +139,45 @@ async def test_what_a_client_got_before_it_left_is_billed(tmp_path: Path) -> Non
     assert (outcome, num_requests, num_prompt, num_cached) == ("cancelled", 1, NUM_PROMPT_TOKENS, 0)
     assert isinstance(num_generated, int)
     assert num_generated >= 20
+
+
+async def test_texts_that_are_refused_and_tokenized_count_against_limits() -> None:
+    """Each cost the gateway time, and 400s counted nowhere."""
+    async with (
+        running(gateway={"tenants_in_etcd": True}) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
+        grpc_to(cluster) as channel,
+    ):
+        gateway = cluster.gateway
+        assert gateway is not None
+        directory = gateway.identification.directory
+        assert directory is not None
+        admin = admin_of(cluster)
+        keys = {name: await tenant_with_key(cluster, name) for name in ("acme", "beta")}
+        for name in keys:
+            await admin.set_limits(name, {"requests_per_minute": 6})
+        await until(lambda: all(directory.limits(name) == Limits(requests_per_minute=6) for name in keys))
+        too_long = {**ASKED, "prompt": PROMPT, "max_tokens": 10**6}
+        answers = [await http.post("/v1/completions", json=too_long, headers=bearer(keys["acme"])) for _ in range(2)]
+        assert [answer.json()["error"]["code"] for answer in answers] == ["context_length_exceeded", "tenant_limited"]
+        tokenize = pb.TokenizeRequest(model=MODEL, text="a")
+        metadata = tuple(bearer(keys["beta"]).items())
+        assert (await stub_on(channel).Tokenize(tokenize, metadata=metadata)).token_ids
+        error = await refused(stub_on(channel).Tokenize(tokenize, metadata=metadata))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_later_tenant_of_the_name_and_another_group_read_no_record_of_an_answer() -> None:
+    async with (
+        running(gateway={"tenants_in_etcd": True}) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
+    ):
+        admin, key = admin_of(cluster), await tenant_with_key(cluster, "acme")
+        grouped = await admin.add_key("acme", "web", group="web")
+        answer = await http.post("/v1/completions", json={**ASKED, "max_tokens": 2}, headers=bearer(key))
+        path = f"/kvferry/v1/requests/{answer.json()['id']}"
+        assert (await http.get(path, headers=bearer(key))).status_code == 200
+        assert (await http.get(path, headers=bearer(grouped))).status_code == 404
+        await admin.delete("acme")
+        again = await tenant_with_key(cluster, "acme")
+        assert (await http.get(path, headers=bearer(again))).status_code == 404

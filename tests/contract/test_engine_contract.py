@@ -230,8 +230,9 @@ async def test_outputs_are_deltas_that_end_with_a_reason(engine_pair: EnginePair
     assert last.stop_reason is None
     for output in before:
         assert output.finish_reason is None
-        assert output.sources is None
         assert output.transfer_params is None
+    assert last.sources is not None
+    assert [output.sources for output in before] == [last.sources, *[None] * (len(before) - 1)]
 
 
 async def token_by_token(engine_pair: EnginePair, prompt: list[int], sampling: Sampling) -> Outcome:

@@ -17,15 +17,16 @@ from tokenizers import Tokenizer
 
 from kvferry import model_folder
 from kvferry.config import ModelConfig
-from kvferry.engine.base import RenderedPrompt
+from kvferry.engine.base import Asker, CacheSalt, RenderedPrompt, TenantName
 from kvferry.engine.vllm import plain_prompts
 from kvferry.engine.vllm import renderer as vllm_renderer
 from kvferry.engine.vllm.plain_prompts import CHAT_PROBES, COMPLETION_PROBES, PlainPrompts, Rendered, prompts_of
 from kvferry.engine.vllm.renderer import VllmRenderer
-from kvferry.errors import ContextLengthExceeded, InvalidRequest
+from kvferry.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from kvferry.gateway.grpc_bodies import read_generate
 from kvferry.gateway.openai_bodies import for_renderer
 from kvferry.inference.v1 import inference_pb2 as pb
+from support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.vllm
 
@@ -383,3 +384,92 @@ async def test_a_template_that_takes_too_long_is_no_end_of_the_requests_time(
         await renderer.render_chat(body)
     monkeypatch.undo()
     assert (await renderer.render_chat(body)).token_ids
+
+
+def asker(tenant: str) -> Asker:
+    return Asker(TenantName(tenant), CacheSalt(f"salt of {tenant}"))
+
+
+@pytest.mark.parametrize("kind", ["prompt", "messages"])
+async def test_of_a_text_that_cannot_fit_a_part_is_tokenized(
+    renderer: VllmRenderer, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may send it, and others' texts wait meanwhile."""
+    plain, lengths = renderer._plain, []
+    assert plain is not None
+    encode = plain._encode
+
+    def note(text: str, **options: Any) -> Any:
+        lengths.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(plain, "_encode", note)
+    text = "The ferry left. " * 40_000
+    turns = [{"role": "user", "content": text[i : i + 60_000]} for i in range(0, len(text), 60_000)]
+    of_chat, of_prompt = renderer.render_chat({"messages": turns}), renderer.render_completion({"prompt": text})
+    asked, other = (of_prompt, of_chat) if kind == "prompt" else (of_chat, of_prompt)
+    other.close()
+    reason = f"the first {16 * 8192} characters of {kind} alone have"
+    with pytest.raises(ContextLengthExceeded, match=reason) as refused:
+        await asked
+    assert refused.value.param == kind
+    assert lengths == [16 * 8192]
+
+
+async def test_tenants_take_turns_with_long_texts(renderer: VllmRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sends many waits behind its own."""
+    plain, order = renderer._plain, []
+    assert plain is not None
+    may_go_on = threading.Event()
+
+    def work(body: Mapping[str, Any], prompts: Any) -> None:
+        may_go_on.wait(PATIENCE_S)
+        order.append(prompts[0].partition(" ")[0])
+
+    monkeypatch.setattr(plain, "completions", work)
+    monkeypatch.setattr(renderer._vllm, "completions", lambda body: asyncio.sleep(0, []))
+    asked = [
+        asyncio.create_task(renderer.render_completion({"prompt": f"{tenant}{i} " + "x" * 3_000}, asker=asker(tenant)))
+        for tenant, count in (("evil", 20), ("good", 2))
+        for i in range(count)
+    ]
+    await until(lambda: renderer._turns.num_waiting == 21)
+    may_go_on.set()
+    await asyncio.gather(*asked)
+    assert [each for each in order if each.startswith("good")] == ["good0", "good1"]
+    assert order.index("good0") == 2
+    assert order.index("good1") == 4
+
+
+async def test_a_client_that_leaves_gives_its_turn_back_when_its_text_is_done(
+    renderer: VllmRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, may_go_on = renderer._plain, threading.Event()
+    assert plain is not None
+    monkeypatch.setattr(plain, "completions", lambda body, prompts: may_go_on.wait(PATIENCE_S) and None)
+    asked = asyncio.create_task(renderer.render_completion({"prompt": "x" * 3_000}, asker=asker("acme")))
+    await until(lambda: not renderer._turns.num_free)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert not renderer._turns.num_free
+    may_go_on.set()
+    await until(lambda: renderer._turns.num_free == 1)
+
+
+async def test_the_longest_line_is_shortened(renderer: VllmRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, may_go_on = renderer._plain, threading.Event()
+    assert plain is not None
+    monkeypatch.setattr(plain, "completions", lambda body, prompts: may_go_on.wait(PATIENCE_S) and None)
+    monkeypatch.setattr(renderer._vllm, "completions", lambda body: asyncio.sleep(0, []))
+    monkeypatch.setattr(renderer._turns, "_max_waiting", 3)
+    body = {"prompt": "x" * 3_000}
+    of_evil = [asyncio.create_task(renderer.render_completion(body, asker=asker("evil"))) for _ in range(4)]
+    await until(lambda: renderer._turns.num_waiting == 3)
+    of_good = asyncio.create_task(renderer.render_completion(body, asker=asker("good")))
+    await until(of_evil[3].done)
+    may_go_on.set()
+    assert await of_good == []
+    with pytest.raises(Overloaded, match="texts wait to be rendered"):
+        await of_evil[3]
+    await asyncio.gather(*of_evil[:3])

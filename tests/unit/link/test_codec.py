@@ -169,6 +169,18 @@ def test_deltas_travel_with_the_outputs_they_belong_to() -> None:
     assert (end.finish_reason, end.delta) == (FinishReason.STOP, None)
 
 
+def test_sources_travel_with_the_first_output_of_their_prompt() -> None:
+    step, sources = pb.Step(), PromptSources(1, 2, 3)
+    codec.append_output(step, 1, EngineOutput([7], "plain"))
+    codec.append_output(step, 2, EngineOutput([8], "first", sources=sources))
+    assert not codec.is_text_only(step)
+    outputs = dict(codec.outputs_of(pb.Step.FromString(step.SerializeToString())))
+    assert {number: output.sources for number, output in outputs.items() if isinstance(output, EngineOutput)} == {
+        1: None,
+        2: sources,
+    }
+
+
 @pytest.mark.parametrize("num_tokens", [[], [1, 1, 1], [2, 0, 1], [1, 3], [0]])
 def test_text_alone_is_read_as_the_outputs_that_it_is(num_tokens: list[int]) -> None:
     step = pb.Step()
