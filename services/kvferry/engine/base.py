@@ -362,8 +362,8 @@ class EngineOutput(msgspec.Struct):
     """What one step added to one request.
 
     `logprobs[i]` belongs to `token_ids[i]`: the sampled token first, then alternatives, most likely first. `text` may
-    lag behind `token_ids`; `delta` is its parsed form. `sources` are set on the first output and on the last, all other
-    fields on the last output only; of `times` a gateway gets the `durations`.
+    lag behind `token_ids`; `delta` is its parsed form. `sources` are set on the first output (a link has them
+    apart) and on the last, all other fields on the last output only; of `times` a gateway gets the `durations`.
     """
 
     token_ids: Sequence[int]
@@ -555,8 +555,7 @@ class RenderOutcomes(msgspec.Struct, frozen=True):
 
 
 class Asker(NamedTuple):
-    """Whose request it is: by tenant for lines and limits, which no client can choose, and by salt for caches."""
-
+    # No client can choose the tenant.
     tenant: TenantName
     salt: CacheSalt
 

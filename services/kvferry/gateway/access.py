@@ -70,10 +70,8 @@ class Access:
             raise PermissionDenied(f"the client's name is no tenant: {error}") from None
 
     def require_operator(self, authorization: str | None, client_name: str | None) -> None:
-        """Raises as `identify`, and PermissionDenied, unless the client may read metrics of all tenants.
-
-        On loopback too: a proxy on this machine passes on what the whole network asks.
-        """
+        """Raises as `identify`, and PermissionDenied, unless the client may read metrics of all tenants."""
+        # On loopback too: a proxy on this machine passes on what the whole network asks.
         if self.is_open:
             return
         if not self.is_operator(authorization, client_name):
@@ -83,7 +81,7 @@ class Access:
             )
 
     def is_operator(self, authorization: str | None, client_name: str | None) -> bool:
-        """Return whether the client may read what is of all tenants. Raises as `identify`."""
+        """Raises as `identify`."""
         shown = self._shown(authorization, client_name)
         self._record(shown)
         return shown.is_operator

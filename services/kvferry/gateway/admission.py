@@ -212,10 +212,8 @@ class Claim:
             admission.count(self.tenant, _FETCHES, -num_images)
 
     def count(self, num_choices: int) -> None:
-        """Count the request against its tenant's limits before its images and texts cost anything.
-
-        It stays counted where they are refused. Raises as `GatewayLimits.admit`.
-        """
+        """Raises as `GatewayLimits.admit`."""
+        # Before its images and texts cost anything; it stays counted where they are refused.
         limits = self._admission.limits
         if limits is not None and limits.admit(self.tenant, num_choices, 0):
             self.num_limited = num_choices
@@ -246,7 +244,7 @@ class Claim:
         self._release_body()
 
     def take_back_limits(self) -> None:
-        """Give the tenant's limits back what no worker has computed, of a request that this cluster failed."""
+        # What no worker has computed of a request that this cluster refused or failed.
         limits = self._admission.limits
         if limits is None or not self.num_limited:
             return
@@ -303,7 +301,7 @@ class CountedRequest:
 
     @property
     def answer_id(self) -> str:
-        """Empty until the request was rendered."""
+        # Empty until the request is rendered.
         return "" if self.claim.work is None else self.claim.work.answer_id
 
     def __enter__(self) -> Self:
@@ -371,7 +369,7 @@ class Admission:
 
     @property
     def num_in_flight(self) -> int:
-        """Return the number of requests, also of those whose bodies are read."""
+        # Also requests whose bodies are read.
         return len(self._in_flight)
 
     @property
@@ -430,7 +428,7 @@ class Admission:
             claim.route = None
 
     def unfinished_uses(self) -> Iterator[UsageRecord]:
-        """Yield what requests of identified tenants that workers have begun used up to now."""
+        """Yield a record of each rendered request in flight."""
         for counted in self._in_flight:
             if counted.claim.tenant and counted.claim.work is not None:
                 yield _record_of(counted, UNFINISHED, time.perf_counter() - counted.begun_s)

@@ -198,7 +198,7 @@ class Generation:
         return (time.perf_counter() - self._first_token_s) / num_after_first
 
     def usage(self) -> Usage:
-        """Return what workers did up to now: a prompt that none of them has taken counts nothing."""
+        # Up to now: a prompt that no worker has taken counts nothing.
         if self._usage is not None:
             return self._usage
         usage = Usage(completion_tokens=sum(choice.num_tokens for choice in self.choices))
@@ -211,7 +211,7 @@ class Generation:
         return usage
 
     def num_admitted_tokens(self) -> int:
-        """Return the prompt tokens, counted for each choice as limits do, that workers have computed or taken."""
+        """Return the prompt tokens that workers have computed or taken, for each choice as limits count them."""
         pairs = zip(self.requests, self.records, strict=True)
         return sum(len(request.prompt_token_ids) for request, record in pairs if record.is_computed)
 

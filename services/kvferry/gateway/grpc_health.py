@@ -107,7 +107,7 @@ class Health:
             self._watchers.pop(watcher, None)
 
     def _replace_one(self) -> None:
-        """End the oldest call of the address that has most, and there of the connection that has most."""
+        # The oldest of the address that has most, and there of the connection that has most.
         address = _most_common(watcher.address for watcher in self._watchers)
         peer = _most_common(watcher.peer for watcher in self._watchers if watcher.address == address)
         oldest = next(watcher for watcher in self._watchers if watcher.peer == peer)

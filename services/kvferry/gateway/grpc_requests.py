@@ -116,7 +116,7 @@ class Inference:
         return InferenceAnswer(answer_id, message.model, generation, with_token_ids=message.return_token_ids)
 
     async def tokenize(self, raw: bytes, tenant: Tenant, claim: Claim) -> bytes:
-        """Return a TokenizeResponse, encoded; counts as a request. Raises the same errors as `generate`."""
+        """Return a TokenizeResponse, encoded. Raises the same errors as `generate`."""
         await check_num_values(raw, pb.TokenizeRequest.DESCRIPTOR, MAX_VALUES)
         message, body, fields = await _read(read_tokenize, raw)
         model, adapter = self._adapters.resolve(message.model, tenant)

@@ -22,7 +22,6 @@ from kvferry.errors import (
 )
 from kvferry.gateway.access import Access
 from kvferry.gateway.admission import Admission, CountedRequest, Readiness
-from kvferry.gateway.client_certificate import common_name
 from kvferry.gateway.grpc_connections import ConnectionEnder
 from kvferry.gateway.grpc_errors import status_of
 from kvferry.gateway.grpc_health import SERVICE as HEALTH
@@ -35,6 +34,7 @@ from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.models import Models
 from kvferry.gateway.request_trace import RequestTrace, begin_trace
 from kvferry.gateway.tenants import Tenant
+from kvferry.gateway.tls import common_name
 from kvferry.gateway.unread_answers import STALL_S, UnreadAnswers
 from kvferry.inference.v1 import inference_pb2 as pb
 

@@ -68,7 +68,7 @@ class JwtTokens:
 
     @property
     def have_keys(self) -> bool:
-        """False also when the issuer has revoked all, or was away for too long."""
+        # Not when the issuer has revoked all, or was away for too long.
         return bool(self._keys)
 
     def start(self) -> None:
@@ -140,7 +140,6 @@ class JwtTokens:
         raise Unauthenticated("the token's key is not among the issuer's")
 
     def _take(self, content: bytes, source: str) -> None:
-        """Raises ConfigError, and changes nothing."""
         keys = read_jwks(content, source)
         if self._keys and not keys:
             log.error("%s: no key that can verify a signature: tokens are refused until there is one", source)

@@ -164,7 +164,7 @@ class OpenAI:
         return answer
 
     def explain(self, answer_id: str, tenant: Tenant) -> list[dict[str, Any]]:
-        """Return the placements of an answer of a tenant's key group, one per choice, or empty."""
+        """Return the placements of a tenant's answer, one per choice, or empty."""
         return [
             {
                 "request_id": record.request_id,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+from cryptography import x509
+from cryptography.x509.oid import NameOID
 
 from kvferry.config import ServerTlsConfig
 from kvferry.errors import ConfigError
@@ -15,6 +18,9 @@ from kvferry.file_signature import FileSignature, file_signature
 from kvferry.mutual_tls import AlertingSslObject
 
 log = logging.getLogger(__name__)
+
+_NUM_NAMES = 1024  # of clients, that are kept
+_PEM = b"-----BEGIN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +124,16 @@ def _read(name: str, file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise ConfigError(f"gateway.tls.{name}: {file}: {error.strerror}", param=f"gateway.tls.{name}") from None
+
+
+@functools.lru_cache(_NUM_NAMES)
+def common_name(certificate: bytes) -> str:
+    """Return the first common name of a verified certificate, DER or PEM; empty where none can be read."""
+    # One parser for HTTP and gRPC: two could read two names in one.
+    load = x509.load_pem_x509_certificate if certificate.startswith(_PEM) else x509.load_der_x509_certificate
+    try:
+        names = load(certificate).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    except ValueError:
+        return ""
+    value = names[0].value if names else ""
+    return value if isinstance(value, str) else ""

@@ -29,10 +29,9 @@ PATTERN: Final = "usage-*.jsonl"
 
 
 class UsageRecord(msgspec.Struct, frozen=True):
-    """One request of a tenant that was identified. It has no text, key or salt.
+    """One request of a tenant that was identified. It has no text, key or salt."""
 
-    A request that goes on has records too, each with all that it used so far; its last one takes their place.
-    """
+    # A request that goes on has records too, each with all that it used so far; its last one takes their place.
 
     unix_s: float  # its end, or now
     tenant: str
@@ -175,7 +174,7 @@ def read(folder: Path, on_bad: Callable[[Path, int], None]) -> Iterator[UsageRec
 
 
 def _order(file: Path) -> tuple[str, int, str]:
-    """By day, and for a gateway as it wrote them: usage-DAY-GATEWAY.jsonl, then usage-DAY-GATEWAY-1.jsonl."""
+    # By day, and for a gateway as it wrote them: usage-DAY-GATEWAY.jsonl, then usage-DAY-GATEWAY-1.jsonl.
     return file.name[: len("usage-2026-01-01")], len(file.name), file.name
 
 

@@ -44,10 +44,8 @@ class Totals:
 
 
 def totals(folder: Path, begin_s: float | None, end_s: float | None, tenant: str | None) -> Totals:
-    """Sum the records from `begin_s` until before `end_s`. Raises OSError for an unreadable folder or file.
-
-    A request without a last record, which goes on or whose gateway was killed, counts once, as it was seen last.
-    """
+    """Sum the records from `begin_s` until before `end_s`. Raises OSError for an unreadable folder or file."""
+    # A request without a last record, which goes on or whose gateway was killed, counts once, as it was seen last.
     sums = Totals()
 
     def note_bad(file: Path, number: int) -> None:

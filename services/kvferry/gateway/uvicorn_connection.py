@@ -17,9 +17,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvferry.addresses import describe_client
 from kvferry.errors import HeadersTimeout, HeadersTooLarge, InvalidRequest, KvferryError, Overloaded, UrlTooLong
-from kvferry.gateway.client_certificate import common_name
 from kvferry.gateway.connection_limits import ConnectionLimits
 from kvferry.gateway.openai_responses import error_body
+from kvferry.gateway.tls import common_name
 from kvferry.gateway.unread_answers import UnreadAnswers
 
 EXTENSION = "kvferry.exchange"  # the key of `scope["extensions"]` under which a request finds its Exchange

@@ -248,7 +248,7 @@ def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:
         if delta is not None:
             step.deltas.append(pb.StepDelta(index=len(step.numbers) - 1, delta=_delta_to_json(delta)))
         if output.sources is not None and output.finish_reason is None:
-            step.sources.append(pb.StepSources(index=len(step.numbers) - 1, sources=sources_to_wire(output.sources)))
+            step.sources.append(pb.StepSources(number=number, sources=sources_to_wire(output.sources)))
     if output.finish_reason is not None:
         finished = pb.Finished(number=number, reason=_FINISH_TO_WIRE[output.finish_reason])
         if isinstance(output.stop_reason, str):
@@ -322,7 +322,7 @@ def outputs_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError
 
 def is_text_only(step: pb.Step) -> bool:
     """Whether `texts_of` and `ends_of` give the whole step."""
-    return not (step.logprobs or step.deltas or step.sources)
+    return not (step.logprobs or step.deltas)
 
 
 def texts_of(step: pb.Step) -> Iterable[tuple[int, Sequence[int], str]]:
@@ -345,7 +345,6 @@ def ends_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput | KvferryError]]:
 def _columns_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput]]:
     logprobs = {entry.index: entry for entry in step.logprobs}
     deltas = {entry.index: entry.delta for entry in step.deltas}
-    sources = {entry.index: entry.sources for entry in step.sources}
     # Lists: reading a message's columns entry by entry costs twice as much.
     token_ids = list(step.token_ids)
     start = 0
@@ -357,8 +356,6 @@ def _columns_of(step: pb.Step) -> Iterable[tuple[int, EngineOutput]]:
             output.logprobs = _logprobs_from_wire(entry)
         if deltas and (delta := deltas.get(i)) is not None:
             output.delta = _delta_from_json.decode(delta)
-        if sources and (found := sources.get(i)) is not None:
-            output.sources = sources_from_wire(found)
         yield number, output
 
 

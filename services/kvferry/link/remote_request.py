@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from kvferry.engine.base import EngineOutput, Turn
+from kvferry.engine.base import EngineOutput, PromptSources, Turn
 from kvferry.errors import EngineError, KvferryError
 from kvferry.membership.base import MemberId
 
@@ -22,7 +22,18 @@ OnOrphan = Callable[[EngineOutput], None]
 class RemoteRequest:
     """Callbacks run while the link reads: they must be quick. One that raises ends its own request."""
 
-    __slots__ = ("_cancel", "_is_ended", "_number", "_on_output", "_result", "_waiter", "_worker", "on_text", "turn")
+    __slots__ = (
+        "_cancel",
+        "_is_ended",
+        "_number",
+        "_on_output",
+        "_result",
+        "_waiter",
+        "_worker",
+        "on_text",
+        "sources",
+        "turn",
+    )
 
     def __init__(
         self,
@@ -34,6 +45,7 @@ class RemoteRequest:
         turn: Turn | None = None,
     ) -> None:
         self.turn = turn
+        self.sources: PromptSources | None = None  # of its prompt; known with the first output, of recent workers
         self._worker = worker
         self._number = number
         self._cancel = cancel

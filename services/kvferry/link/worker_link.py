@@ -383,6 +383,9 @@ class WorkerLink:
             answer = self._reserving.get(number)
             if answer is not None and not answer.done():
                 answer.set_result(None)
+        for entry in step.sources:
+            if (remote := self._requests.get(entry.number)) is not None:
+                remote.sources = codec.sources_from_wire(entry.sources)
         if codec.is_text_only(step):
             self._deliver_texts(step)
             self._deliver_outputs(codec.ends_of(step))

@@ -37,9 +37,9 @@ class AnswerSoFar:
         self._num_repeated = 0
         self._num_chars_repeated = 0
         self._position = 0
-        self._on_first_output: OnOutput | None = None
+        self._on_first_output: Callable[[], None] | None = None
 
-    def begin_attempt(self, on_first_output: OnOutput) -> None:
+    def begin_attempt(self, on_first_output: Callable[[], None]) -> None:
         """`on_first_output` is called once, before the first output is delivered."""
         self._on_first_output = on_first_output
 
@@ -81,7 +81,7 @@ class AnswerSoFar:
 
     def on_output(self, output: EngineOutput) -> None:
         if self._on_first_output is not None:
-            self._on_first_output(output)
+            self._on_first_output()
             self._on_first_output = None
         if self._num_repeated or self._num_chars_repeated:
             output = self._without_repeated(output)

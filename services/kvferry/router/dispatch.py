@@ -344,7 +344,7 @@ class _RequestRun:
         self._record.decode_worker = decode.member.member_id
         attempt.submitted_s = self._router.clock()
         attempt.num_tokens_before = len(self._answer.token_ids)
-        self._answer.begin_attempt(lambda output: self._on_first_output(attempt, output))
+        self._answer.begin_attempt(lambda: self._on_first_output(attempt, remote))
         span = self._record.begin_span("decode", decode.member.member_id)
         if span is not None:
             request = structs.replace(request, trace=span.context)
@@ -397,8 +397,8 @@ class _RequestRun:
             return request
         return structs.replace(request, tier=hints, turn=turn)
 
-    def _on_first_output(self, attempt: Attempt, output: EngineOutput) -> None:
-        self._record.note_first_output(output.sources)
+    def _on_first_output(self, attempt: Attempt, remote: RemoteRequest | None) -> None:
+        self._record.note_first_output(remote.sources if remote is not None else None)
         attempt.first_output_s = self._router.clock()
         if self._placer.losses.is_suspect:
             self._router.losses.discharge(self._placer.digest)

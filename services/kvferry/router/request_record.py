@@ -47,14 +47,11 @@ class RequestRecord(msgspec.Struct):
 
     @property
     def is_computed(self) -> bool:
-        """Whether a worker is known to have computed, or taken, the prompt."""
+        # Whether a worker is known to have computed, or taken, the prompt.
         return self.has_output or self.prefill_worker is not None
 
     def note_first_output(self, sources: PromptSources | None) -> None:
-        """Note that an attempt has an output; the first one says what was cached.
-
-        Those after it find the prompt cached that the first one computed.
-        """
+        # Later attempts find the prompt cached that the first one computed.
         if sources is not None and not self.has_output:
             self._count_cached(sources)
         self.has_output = True

@@ -63,7 +63,7 @@ class Bucket:
         self._per_s, self._capacity = per_minute / 60, capacity
 
     def spend(self, amount: float, now_s: float) -> None:
-        """A negative amount is given back."""
+        # A negative amount is given back.
         self._fill(now_s)
         self._level = min(self._capacity, self._level - amount)
 
@@ -130,7 +130,7 @@ class TenantLimits:
         self.num_choices -= num_choices
 
     def take_back(self, num_requests: int, num_tokens: int, now_s: float) -> None:
-        """Undo what `admit` counted, but for choices in flight."""
+        # All that `admit` counted but choices in flight.
         self._num_own = max(0.0, self._num_own - num_requests)
         self._spend(-num_requests, -num_tokens, now_s)
 

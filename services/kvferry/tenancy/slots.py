@@ -145,7 +145,7 @@ class DecodeSlots(Generic[Stream]):
         return None
 
     def _above_share(self, now_s: float) -> list[tuple[float, str]]:
-        """Return excess and name of the tenants above their shares; none while no tenant below its share waits."""
+        # By excess and name; none while no tenant below its share waits.
         self._forget_unseen(now_s)
         first = self._by_streams.first()
         per_weight = self._slots_per_weight()

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvferry.gateway.client_certificate import common_name
+from kvferry.gateway.tls import common_name
 
 KEY = ec.generate_private_key(ec.SECP256R1())
 

@@ -108,7 +108,6 @@ class PlainPrompts:
         self._template_tokens = self._tokens_of_template()
 
     def num_tokens(self, text: str) -> int:
-        """Return those of a text alone."""
         return len(self._encode(text))
 
     def takes_chat(self, body: Mapping[str, Any]) -> bool:

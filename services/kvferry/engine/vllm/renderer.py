@@ -233,7 +233,7 @@ class VllmRenderer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _in_turn(self, asker: Asker, work: Coroutine[Any, Any, R]) -> R:
-        """Run it when it is the tenant's turn. It has its turn until it is done, also after its client has left."""
+        # It has its turn until it is done, also after its client has left.
         try:
             await self._turns.begin(asker.tenant)
         except BaseException:
@@ -254,7 +254,7 @@ class VllmRenderer:
             raise too_many_chars(self._max_model_len, self._max_chars, num_chars, param)
 
     async def _check_beginning(self, texts: Iterable[str], param: str, asker: Asker) -> None:
-        """Refuse a text of which a part has more tokens than the context, before all of it is tokenized."""
+        # Refuses a text of which a part has more tokens than the context, before all of it is tokenized.
         plain, most = self._plain, _CHARS_PER_TOKEN * self._max_model_len
         if plain is None:
             return

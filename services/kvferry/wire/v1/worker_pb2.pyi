@@ -402,12 +402,12 @@ class Step(_message.Message):
     def __init__(self, numbers: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[StepLogprobs, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[StepDelta, _Mapping]]] = ..., reserved: _Optional[_Iterable[int]] = ..., sources: _Optional[_Iterable[_Union[StepSources, _Mapping]]] = ...) -> None: ...
 
 class StepSources(_message.Message):
-    __slots__ = ("index", "sources")
-    INDEX_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("number", "sources")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
-    index: int
+    number: int
     sources: PromptSources
-    def __init__(self, index: _Optional[int] = ..., sources: _Optional[_Union[PromptSources, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., sources: _Optional[_Union[PromptSources, _Mapping]] = ...) -> None: ...
 
 class StepDelta(_message.Message):
     __slots__ = ("index", "delta")
