@@ -117,7 +117,7 @@ class RunFolder:
         return Marks(token=self.token(), work_folder=self.work, written_folders=self.process_folders)
 
     def prepare(self) -> None:
-        """Make the private folder. Raises ConfigError if untrusted or too long a path."""
+        """Make the folder, and private ones in it. Raises ConfigError if untrusted or too long a path."""
         if len(os.fsencode(self.path)) > PATH_LIMIT_BYTES:
             raise ConfigError(
                 f"{RUN_DIR_VARIABLE}: {str(self.path)!r} is longer than {PATH_LIMIT_BYTES} bytes, "
@@ -258,7 +258,10 @@ def _default_root() -> Path:
 
 
 def _make_private(path: Path) -> None:
-    """Make a folder for this user only, and verify it: another user may have made it first."""
+    """Make a folder for this user only, or verify the one that is there, which keeps its mode.
+
+    Raises ConfigError for one that another user made or may write to.
+    """
     folders = [path.parent, path] if path.parent == _default_root() else [path]
     for folder in folders:
         try:
@@ -271,8 +274,11 @@ def _make_private(path: Path) -> None:
             raise ConfigError(f"{RUN_DIR_VARIABLE}: cannot use {str(folder)!r}: it is not a folder")
         if status.st_uid != os.getuid():
             raise ConfigError(f"{RUN_DIR_VARIABLE}: cannot use {str(folder)!r}: it belongs to user {status.st_uid}")
-        if status.st_mode & 0o077:
-            folder.chmod(0o700)
+        if status.st_mode & 0o022:
+            raise ConfigError(
+                f"{RUN_DIR_VARIABLE}: cannot use {str(folder)!r}: other users may write to it; "
+                "take that right away (chmod go-w), or name a folder that does not exist"
+            )
 
 
 def _write_private(file: Path, text: str) -> None:
