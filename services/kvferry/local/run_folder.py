@@ -25,10 +25,10 @@ from kvferry.shared_memory import RECORDS_FOLDER
 
 RUN_DIR_VARIABLE = "KVFERRY_RUN_DIR"
 
-# The longest socket below a run folder is Ray's: /ray/session_<date>_<time>_<microseconds>_<pid of
+# The longest socket below a run folder is Ray's: /ray/t/session_<date>_<time>_<microseconds>_<pid of
 # 7>/sockets/plasma_store
 _SOCKET_PATH_LIMIT_BYTES = 107
-_LONGEST_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+_LONGEST_SOCKET = "/ray/t/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 PATH_LIMIT_BYTES = _SOCKET_PATH_LIMIT_BYTES - len(_LONGEST_SOCKET)
 
 
@@ -84,8 +84,13 @@ class RunFolder:
         return self.path / "etcd"
 
     @property
-    def ray(self) -> Path:
+    def ray_parent(self) -> Path:
         return self.path / "ray"
+
+    @property
+    def ray(self) -> Path:
+        """Ray's folder, which Ray opens to every user of the machine: its parent keeps them out."""
+        return self.ray_parent / "t"
 
     @property
     def shm(self) -> Path:
@@ -124,7 +129,7 @@ class RunFolder:
                 "and the Unix sockets below it would be longer than the kernel allows; choose a shorter folder"
             )
         _make_private(self.path)
-        for part in (*self.process_folders, self.shm):
+        for part in (self.ray_parent, *self.process_folders, self.shm):
             part.mkdir(mode=0o700, exist_ok=True)
 
     def new_tokens(self) -> str:
@@ -171,7 +176,8 @@ class RunFolder:
         else:
             shutil.rmtree(self.logs, ignore_errors=True)
         engines = self.path.glob("engine-*")  # what an engine keeps its sockets in
-        for folder in (self.etcd, self.ray, self.shm, self.temporary, self.work, self.keeper, self.tls, *engines):
+        folders = (self.etcd, self.ray_parent, self.shm, self.temporary, self.work, self.keeper, self.tls, *engines)
+        for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         for file in (self.record_file, self.config_file, self.token_file, self.ray_token_file):
             file.unlink(missing_ok=True)
