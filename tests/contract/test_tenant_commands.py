@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def cluster(server: EtcdServer) -> MembershipConfig:
-    return MembershipConfig(endpoints=(server.endpoint,), prefix=f"/test/{uuid.uuid4().hex}")
+    return MembershipConfig(endpoints=(server.endpoint,), prefix=f"/test/{uuid.uuid4().hex}/clusters/kvferry")
 
 
 @pytest.fixture
@@ -194,6 +194,19 @@ async def test_a_record_that_cannot_be_read_is_listed_and_deleted(run: Run, clus
     assert (listed.exit_code, "'torn' cannot be read" in listed.stderr) == (0, True)
     assert (await asyncio.to_thread(run, "delete", "torn", "--yes")).exit_code == 0
     assert (await asyncio.to_thread(run, "list")).stderr == ""
+
+
+def test_a_name_chooses_the_cluster_of_an_etcd_of_several(server: EtcdServer) -> None:
+    def tenants(*arguments: str) -> Result:
+        return CliRunner().invoke(main, ["tenant", *arguments, "--etcd", server.endpoint])
+
+    assert tenants("create", "acme", "--name", "blue").exit_code == 0
+    # A cluster may have the name of a folder in another's part of etcd.
+    assert tenants("create", "of-tenants", "--name", "tenants").exit_code == 0
+    listed = {name: tenants("list", "--json", "--name", name) for name in ("blue", "tenants", "kvferry")}
+    assert {result.stderr for result in listed.values()} == {""}
+    names = {cluster: [each["name"] for each in json.loads(result.stdout)] for cluster, result in listed.items()}
+    assert names == {"blue": ["acme"], "tenants": ["of-tenants"], "kvferry": []}
 
 
 def test_without_an_etcd_it_says_so(tmp_path: Path) -> None:
