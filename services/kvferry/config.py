@@ -639,7 +639,9 @@ class GatewayConfig(_Section):
     # At least 32 bytes, the same on all gateways: salts of tenants' pages are made of it. Absent: the first gateway
     # makes one and keeps it in etcd.
     salt_secret_file: Path | None = None
-    usage_dir: Path | None = None  # usage records, a line of JSON per request (`kvferry tenant usage`)
+    # Usage records, a line of JSON per request (`kvferry tenant usage`). A folder that exists keeps its mode, and is
+    # refused if every user may write to it.
+    usage_dir: Path | None = None
     tls: ServerTlsConfig = ServerTlsConfig()  # of HTTP and gRPC; files may be replaced while it serves
     # At most a fifth of what a message to a worker may have: a byte of text may become a token id, which takes five.
     max_body_bytes: int = Field(8 << 20, ge=1024, le=12 << 20)

@@ -48,7 +48,9 @@ def make_certificates(folder: Path) -> TlsConfig:
         .add_extension(
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
         )
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME), x509.IPAddress(_LOOPBACK)]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME), x509.IPAddress(_LOOPBACK)]), critical=False
+        )
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority_id), critical=False)
         .sign(authority_key, hashes.SHA256())
     )

@@ -1,7 +1,4 @@
-"""A local cluster's etcd, on free loopback ports, with data in the run folder.
-
-It takes only clients with a certificate of the run's authority: loopback is open to every user of the machine.
-"""
+"""A local cluster's etcd, on free loopback ports, with data in the run folder."""
 
 from __future__ import annotations
 
@@ -101,11 +98,12 @@ def _command(program: Path, folder: RunFolder, tls: TlsConfig, endpoint: str, pe
         f"--listen-peer-urls=https://{peer}",
         f"--initial-advertise-peer-urls=https://{peer}",
         f"--initial-cluster=local=https://{peer}",
+        # Loopback is open to every user of the machine.
         "--client-cert-auth",
         f"--trusted-ca-file={tls.ca_file}",
         f"--cert-file={tls.cert_file}",
         f"--key-file={tls.key_file}",
-        # Whoever speaks to the peers' port can change the data too.
+        # A peer can change the data too.
         "--peer-client-cert-auth",
         f"--peer-trusted-ca-file={tls.ca_file}",
         f"--peer-cert-file={tls.cert_file}",

@@ -89,7 +89,7 @@ class RunFolder:
 
     @property
     def ray(self) -> Path:
-        """Ray's folder, which Ray opens to every user of the machine: its parent keeps them out."""
+        # Ray opens its folder to every user of the machine; the parent keeps them out.
         return self.ray_parent / "t"
 
     @property
@@ -122,7 +122,7 @@ class RunFolder:
         return Marks(token=self.token(), work_folder=self.work, written_folders=self.process_folders)
 
     def prepare(self) -> None:
-        """Make the folder, and private ones in it. Raises ConfigError if untrusted or too long a path."""
+        """Make the folder and its private ones. Raises ConfigError if untrusted or too long a path."""
         if len(os.fsencode(self.path)) > PATH_LIMIT_BYTES:
             raise ConfigError(
                 f"{RUN_DIR_VARIABLE}: {str(self.path)!r} is longer than {PATH_LIMIT_BYTES} bytes, "
@@ -264,10 +264,7 @@ def _default_root() -> Path:
 
 
 def _make_private(path: Path) -> None:
-    """Make a folder for this user only, or verify the one that is there, which keeps its mode.
-
-    Raises ConfigError for one that another user made or may write to.
-    """
+    """Make a folder for this user only, or verify that no other user made it or may write to it."""
     folders = [path.parent, path] if path.parent == _default_root() else [path]
     for folder in folders:
         try:

@@ -352,7 +352,7 @@ def wants_token(error: BaseException) -> bool:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether etcd refuses to write because its database is over its quota."""
+    """Return whether etcd's database is over its quota."""
     is_exhausted = status_of(error) == grpc.StatusCode.RESOURCE_EXHAUSTED
     return is_exhausted and "database space exceeded" in describe(error)
 

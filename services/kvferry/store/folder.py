@@ -85,10 +85,7 @@ def read_description(path: Path) -> Description:
 
 
 def make_description(path: Path, now_s: float, cluster: str) -> Description:
-    """Read or make it, in the name of `cluster`; concurrent makers agree.
-
-    Raises TierError, also for a volume of another cluster, and OSError.
-    """
+    """Read or make it; concurrent makers agree. Raises TierError, also for one of another cluster, OSError."""
     file = path / paths.DESCRIPTION
     if not file.exists():
         made = Description(volume_id=f"v-{secrets.token_hex(8)}", version=_VERSION, created_s=now_s, cluster=cluster)
@@ -111,7 +108,7 @@ def make_description(path: Path, now_s: float, cluster: str) -> Description:
 
 @contextlib.contextmanager
 def _draft(path: Path, description: Description) -> Iterator[Path]:
-    """Write it under a name of our own; the file is removed at the end, unless it was renamed."""
+    """Yield a file of our own with it, and remove what is left of it."""
     draft = path / f".{paths.DESCRIPTION}-{secrets.token_hex(4)}"
     try:
         with draft.open("wb") as out:

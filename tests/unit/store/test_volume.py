@@ -651,7 +651,9 @@ def test_a_volume_of_another_cluster_is_refused_and_stays(opened: Opened, tmp_pa
     volume.add_layout(LAYOUT)
     put(volume, chunk(1))
     files = chunk_files(volume.path)
-    refused = "is of the cluster 'blue', and this one is 'red': give each cluster a folder of its own.* empty the folder"
+    refused = (
+        "is of the cluster 'blue', and this one is 'red': give each cluster a folder of its own.* empty the folder"
+    )
     with pytest.raises(TierError, match=refused):
         opened(cluster="red", shared=True, writer="b")
     assert chunk_files(volume.path) == files
