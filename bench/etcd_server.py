@@ -122,6 +122,13 @@ class EtcdServer:
         await self.ctl("compact", str(revision))
         return revision
 
+    async def free_space(self, prefix: str) -> None:
+        """Delete the keys below `prefix`, give their space back and let an etcd that was over its quota write again."""
+        await self.ctl("del", "--prefix", prefix)
+        await self.compact()
+        await self.ctl("defrag")
+        await self.ctl("alarm", "disarm")
+
     def enable_auth(self, password: str, *, user: str, user_password: str, prefix: str) -> None:
         """root with `password`; `user` may read and write under `prefix`."""
         for arguments in (

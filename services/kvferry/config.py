@@ -639,7 +639,9 @@ class GatewayConfig(_Section):
     # At least 32 bytes, the same on all gateways: salts of tenants' pages are made of it. Absent: the first gateway
     # makes one and keeps it in etcd.
     salt_secret_file: Path | None = None
-    usage_dir: Path | None = None  # usage records, a line of JSON per request (`kvferry tenant usage`)
+    # Usage records, a line of JSON per request (`kvferry tenant usage`). A folder that exists keeps its mode, and is
+    # refused if every user may write to it.
+    usage_dir: Path | None = None
     tls: ServerTlsConfig = ServerTlsConfig()  # of HTTP and gRPC; files may be replaced while it serves
     # At most a fifth of what a message to a worker may have: a byte of text may become a token id, which takes five.
     max_body_bytes: int = Field(8 << 20, ge=1024, le=12 << 20)
@@ -698,10 +700,14 @@ class GatewayConfig(_Section):
         return self
 
 
+def _prefix_of(name: str) -> str:
+    return f"/kvferry/clusters/{name}"
+
+
 class MembershipConfig(_Section):
     endpoints: tuple[str, ...] = ()  # host:port of etcd; empty: `kvferry up` starts one
-    # Of this cluster's keys. Absent: /kvferry/NAME, and /kvferry for the cluster that is named kvferry.
-    prefix: str = Field("/kvferry", pattern=r"^/[A-Za-z0-9._/-]+$")
+    # Of this cluster's keys; it ends with /clusters/NAME. Absent: /kvferry/clusters/NAME.
+    prefix: str = Field(_prefix_of(DEFAULT_NAME), pattern=r"^/[A-Za-z0-9._/-]+$")
     lease_ttl_s: int = Field(10, ge=2)
     ca_file: Path | None = None
     cert_file: Path | None = None
@@ -875,7 +881,20 @@ class ClusterConfig(_Section):
         membership = values.get("membership", {}) if isinstance(values, Mapping) else None
         if not isinstance(name, str) or name == DEFAULT_NAME or not isinstance(membership, Mapping):
             return values
-        return {**values, "membership": {"prefix": f"/kvferry/{name}", **membership}}
+        return {**values, "membership": {"prefix": _prefix_of(name), **membership}}
+
+    @model_validator(mode="after")
+    def _prefix_lies_in_no_other(self) -> ClusterConfig:
+        # A user that may read one cluster's keys must not read another's. Two prefixes of this form are equal or apart:
+        # `clusters` is in each once, and only the name follows it.
+        prefix = self.membership.prefix.rstrip("/")
+        root = prefix.removesuffix(f"/clusters/{self.name}")
+        if root == prefix or "clusters" in root.split("/"):
+            raise ValueError(
+                f"membership.prefix: {prefix!r} must end with /clusters/{self.name}, the cluster's name, and have no "
+                "other part `clusters`: then no cluster's keys lie among those of another"
+            )
+        return self
 
     @field_validator("pools")
     @classmethod

@@ -47,7 +47,7 @@ def tenant() -> None:
 def _administering(command: Callable[..., Awaitable[R]]) -> Callable[..., R]:
     """Add options that choose a cluster; the command gets a TenantAdmin as `admin`."""
 
-    @click.option("--name", "cluster", help="A cluster on this machine; by default the configured one.")
+    @click.option("--name", "cluster", help="Which cluster; by default the configured one.")
     @click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file with membership.endpoints.")
     @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any setting, such as membership.user.")
     @click.option("--etcd", multiple=True, metavar="HOST:PORT", help="The cluster's etcd.")
@@ -89,6 +89,8 @@ def _for_a_pool(command: Callable[..., R]) -> Callable[..., R]:
 def _membership(cluster: str | None, file: Path | None, settings: list[str], etcd: Sequence[str]) -> MembershipConfig:
     from kvferry.local.run_folder import named_folder
 
+    if cluster is not None:
+        settings.append(f"name={json.dumps(cluster)}")
     if etcd:
         settings.append(f"membership.endpoints={json.dumps(list(etcd))}")
     config = configuration.load(file, flags=settings)
@@ -320,11 +322,16 @@ async def apply_file(admin: TenantAdmin, source: Path, dry_run: bool, prune: boo
 @click.option("--tenant", "name", help="Of one tenant only.")
 @click.option("--csv", "as_csv", is_flag=True, help="A line for each day, tenant and outcome, for programs.")
 def usage(folder: Path, begin: datetime | None, end: datetime | None, name: str | None, as_csv: bool) -> None:
+    from kvferry.gateway.usage_log import check_folder
     from kvferry.gateway.usage_totals import COLUMNS, totals
 
     begin_s, end_s = (None if each is None else each.replace(tzinfo=UTC).timestamp() for each in (begin, end))
     try:
+        check_folder(folder)
         sums = totals(folder, begin_s, end_s, name)
+    except ConfigError as error:
+        click.echo(f"kvferry: {error.message}", err=True)
+        sys.exit(2)
     except OSError as error:
         click.echo(f"kvferry: {error.filename}: {error.strerror}", err=True)
         sys.exit(1)

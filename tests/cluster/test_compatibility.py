@@ -168,12 +168,6 @@ async def test_a_model_change_never_answers_with_the_wrong_model() -> None:
         assert served["new"] <= {host.worker_id for host, _ in new_workers}
 
 
-async def test_a_default_prefix_names_the_cluster() -> None:
-    assert configuration.parse({}).membership.prefix == "/kvferry"
-    assert configuration.parse({"name": "blue"}).membership.prefix == "/kvferry/blue"
-    assert configuration.parse({"name": "blue", "membership": {"prefix": "/own"}}).membership.prefix == "/own"
-
-
 async def test_workers_whose_pages_mean_different_things_are_not_paired_and_named() -> None:
     async with running(1, 0) as cluster:
         (prefill,) = cluster.hosts(MemberKind.PREFILL)

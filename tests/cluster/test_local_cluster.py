@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 import yaml
 
@@ -205,6 +206,35 @@ def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, k
     missing = machine.run("status")
     assert missing.returncode == 1
     assert "no cluster runs here" in missing.stderr
+
+
+STRANGER = Path(__file__).parents[1] / "support" / "stranger.py"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_reads_and_writes_nothing_of_it(machine: Machine) -> None:
+    # A run folder that was there and that others may enter: what is made in it has to be private by itself.
+    machine.folder.path.mkdir()
+    machine.folder.path.chmod(0o755)
+    machine.folder.path.parent.chmod(0o755)
+    assert machine.up("--no-ask", "--set", "gateway.tenants_in_etcd=true").returncode == 0
+    created = machine.run("tenant", "create", "acme", "--key", "ci")
+    assert created.returncode == 0, created.stderr
+
+    record = machine.folder.record()
+    assert record is not None
+    (etcd,) = (pillar for pillar in record.pillars if psutil.Process(pillar.pid).name() == "etcd")
+    paths = [str(path) for path in machine.folder.path.rglob("*") if not path.is_symlink()]
+    paths += [f"{SHM_ROOT}/{file.name}" for file in held_by(process.pid for process in machine.processes())]
+    asked = {"paths": paths, "ports": list(listening_ports((etcd,)))}
+    assert {"db", "tls.key", "config.yaml", "token"} <= {Path(path).name for path in paths}
+    assert len(asked["ports"]) == 2
+
+    done = subprocess.run([sys.executable, STRANGER], input=json.dumps(asked), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [], done.stdout
+    shown = machine.run("tenant", "list")
+    assert "acme" in shown.stdout, "the owner's commands find etcd and its certificates by themselves"
 
 
 @pytest.mark.parametrize(

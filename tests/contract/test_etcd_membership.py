@@ -97,6 +97,15 @@ def short_config(config: MembershipConfig) -> MembershipConfig:
     return config.model_copy(update={"lease_ttl_s": 2})
 
 
+QUOTA_BYTES = 4 << 20
+
+
+async def exceed_quota(membership: EtcdMembership) -> None:
+    """Write until etcd, with a quota of QUOTA_BYTES, refuses it. Raises what the write raises."""
+    for number in range(100):  # etcd looks at the size of its file, which grows a moment later
+        await membership.records.write(f"filling/{number}", bytes(1 << 20), 0)
+
+
 class Memberships:
     """Makes them, closes them."""
 
@@ -494,6 +503,36 @@ def test_faulty_files_are_named_at_once(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
         EtcdMembership(MembershipConfig(endpoints=endpoints, user="u", password_file=binary))
+
+
+async def test_over_quota_leases_live_and_the_cause_is_named(
+    tmp_path: Path, connect: Memberships, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    full = r"the registry writes nothing, its etcd is full \(.*database space exceeded\): .*docs/operations.md#etcd"
+    with EtcdServer(tmp_path, flags=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as server:
+        config = MembershipConfig(endpoints=(server.endpoint,), prefix="/kvferry/clusters/kvferry", lease_ttl_s=2)
+        membership = connect(config)
+        registration = await membership.register(member())
+        watch = membership.watch()
+        assert await following(watch) == Snapshot((member(),))
+        with pytest.raises(UnavailableError, match=full):
+            await exceed_quota(membership)
+        with pytest.raises(UnavailableError, match=full):
+            await membership.register(member("two"))
+
+        # Its record stays as it was, under a lease that is renewed.
+        await registration.update(member(version="2"))
+        for _ in range(3):
+            before_s = registration._renewed_at_s
+            await eventually(lambda before_s=before_s: registration._renewed_at_s != before_s)
+            assert not registration.fenced
+        assert await membership.members() == (member(),)
+        assert sum("database space exceeded" in record.message for record in caplog.records) == 1, caplog.text
+
+        await server.free_space("/kvferry/clusters/kvferry/filling/")
+        await until_there(watch, member(version="2"))
+        assert not registration.fenced
 
 
 # Users

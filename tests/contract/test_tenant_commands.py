@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import uuid
@@ -15,6 +16,7 @@ from click.testing import CliRunner, Result
 from bench.etcd_server import EtcdServer, find_binary
 from kvferry.cli import main
 from kvferry.config import MembershipConfig
+from kvferry.errors import UnavailableError
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.membership.etcd import EtcdMembership
 
@@ -31,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def cluster(server: EtcdServer) -> MembershipConfig:
-    return MembershipConfig(endpoints=(server.endpoint,), prefix=f"/test/{uuid.uuid4().hex}")
+    return MembershipConfig(endpoints=(server.endpoint,), prefix=f"/test/{uuid.uuid4().hex}/clusters/kvferry")
 
 
 @pytest.fixture
@@ -196,6 +198,19 @@ async def test_a_record_that_cannot_be_read_is_listed_and_deleted(run: Run, clus
     assert (await asyncio.to_thread(run, "list")).stderr == ""
 
 
+def test_a_name_chooses_the_cluster_of_an_etcd_of_several(server: EtcdServer) -> None:
+    def tenants(*arguments: str) -> Result:
+        return CliRunner().invoke(main, ["tenant", *arguments, "--etcd", server.endpoint])
+
+    assert tenants("create", "acme", "--name", "blue").exit_code == 0
+    # A cluster may have the name of a folder in another's part of etcd.
+    assert tenants("create", "of-tenants", "--name", "tenants").exit_code == 0
+    listed = {name: tenants("list", "--json", "--name", name) for name in ("blue", "tenants", "kvferry")}
+    assert {result.stderr for result in listed.values()} == {""}
+    names = {cluster: [each["name"] for each in json.loads(result.stdout)] for cluster, result in listed.items()}
+    assert names == {"blue": ["acme"], "tenants": ["of-tenants"], "kvferry": []}
+
+
 def test_without_an_etcd_it_says_so(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(json.dumps({"membership": {"endpoints": ["127.0.0.1:1"]}}))
@@ -205,6 +220,26 @@ def test_without_an_etcd_it_says_so(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["tenant", "list", "--name", "absent"])
     assert result.exit_code == 2
     assert "--etcd" in result.stderr
+
+
+async def test_a_full_etcd_is_the_reason_that_is_said(tmp_path: Path) -> None:
+    with EtcdServer(tmp_path, flags=("--quota-backend-bytes=4194304",)) as etcd:
+
+        def run(*arguments: str) -> Result:
+            return CliRunner().invoke(main, ["tenant", *arguments, "--etcd", etcd.endpoint])
+
+        assert (await asyncio.to_thread(run, "create", "acme")).exit_code == 0
+        membership = EtcdMembership(MembershipConfig(endpoints=(etcd.endpoint,)))
+        with contextlib.suppress(UnavailableError):
+            for number in range(100):
+                await membership.records.write(f"filling/{number}", bytes(1 << 20), 0)
+        await membership.close()
+        for change in (("create", "beta"), ("key", "new", "acme", "ci"), ("delete", "acme", "--yes")):
+            result = await asyncio.to_thread(run, *change)
+            assert result.exit_code == 1
+            assert "etcd is full (RESOURCE_EXHAUSTED: etcdserver: mvcc: database space exceeded)" in result.stderr
+            assert "cannot be reached" not in result.stderr
+        assert "acme" in (await asyncio.to_thread(run, "list")).stdout
 
 
 def test_a_tenant_has_a_pool(run: Run, cluster: MembershipConfig, tmp_path: Path) -> None:

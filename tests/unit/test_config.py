@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,23 @@ def test_a_configuration_cannot_be_changed() -> None:
         ClusterConfig().gateway.http_port = 1  # type: ignore[misc]
 
 
+def test_no_clusters_keys_lie_among_those_of_another() -> None:
+    assert parse({}).membership.prefix == "/kvferry/clusters/kvferry"
+    assert parse({"name": "blue"}).membership.prefix == "/kvferry/clusters/blue"
+    again = parse(parse({"name": "blue"}).model_dump(mode="json"))
+    assert again.membership.prefix == "/kvferry/clusters/blue"
+    # Also with prefixes of one's own, and names that are folders in a cluster's part of etcd.
+    parts = ("kvferry", "clusters", "tenants", "blue")
+    prefix_to_name: dict[str, str] = {}
+    for path in itertools.chain.from_iterable(itertools.product(parts, repeat=n) for n in range(1, 5)):
+        for name in parts:
+            with contextlib.suppress(ConfigError):
+                config = parse({"name": name, "membership": {"prefix": f"/{'/'.join(path)}/"}})
+                assert prefix_to_name.setdefault(config.membership.prefix, name) == name
+    assert len(prefix_to_name) == 52  # 1, 3 and 9 places for 4 names
+    assert [pair for pair in itertools.permutations(prefix_to_name, 2) if pair[0].startswith(pair[1])] == []
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
@@ -81,6 +100,14 @@ def test_a_configuration_cannot_be_changed() -> None:
         ({"engine": {"block_size": 16}}, ["engine", "block_size 16", "multiple of 32"]),
         ({"decode": {"replicas": -1}}, ["decode.replicas", "-1", "greater than or equal to 0"]),
         ({"membership": {"prefix": "kvferry"}}, ["membership.prefix", "'kvferry'", "pattern"]),
+        *(
+            ({"name": name, "membership": {"prefix": prefix}}, ["membership.prefix", f"must end with /clusters/{name}"])
+            for name, prefix in (
+                ("blue", "/kvferry"),
+                ("blue", "/kvferry/clusters/kvferry"),
+                ("blue", "/kvferry/clusters/red/clusters/blue"),
+            )
+        ),
         ({"membership": {"lease_ttl_s": 1}}, ["membership.lease_ttl_s", "1", "greater than or equal to 2"]),
         ({"membership": {"cert_file": "c.pem"}}, ["membership", "cert_file and key_file"]),
         ({"membership": {"user": "u"}}, ["membership", "user and password_file"]),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
+
+from kvferry.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +50,10 @@ class UsageRecord(msgspec.Struct, frozen=True):
 
 
 class UsageLog:
-    """Belongs to one event loop; files are written in a thread. A drive that fails or lags costs records, counted."""
+    """Belongs to one event loop; files are written in a thread. A drive that fails or lags costs records, counted.
+
+    Raises ConfigError as `check_folder`.
+    """
 
     def __init__(
         self,
@@ -56,6 +62,7 @@ class UsageLog:
         clock: Callable[[], float] = time.time,
         read_unfinished: Callable[[], Iterable[UsageRecord]] = tuple,
     ) -> None:
+        check_folder(folder)
         self.num_lost = 0
         self._read_unfinished = read_unfinished
         self._folder = folder
@@ -154,6 +161,17 @@ class UsageLog:
         if now_s - self._warned_s >= WARN_EVERY_S:
             self._warned_s = now_s
             log.error("%s", what)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError for a folder to which every user may write, also usage records."""
+    # Its group may: volumes of Kubernetes belong to one. Others that only read it see no more than names of files.
+    with contextlib.suppress(OSError):  # one that cannot be used is found at the first write
+        if folder.stat().st_mode & stat.S_IWOTH:
+            raise ConfigError(
+                f"gateway.usage_dir: every user may write to {str(folder)!r}, also usage records: take that right away "
+                "(chmod o-w), or name a folder in it that does not exist, which the gateway makes for itself"
+            )
 
 
 def read(folder: Path, on_bad: Callable[[Path, int], None]) -> Iterator[UsageRecord]:

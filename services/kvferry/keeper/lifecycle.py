@@ -172,6 +172,7 @@ class KeeperHost:
         return Volume(
             volume.path,
             capacity_bytes=capacity_bytes,
+            cluster=self._config.name,
             shared=volume.shared,
             writer=folder.free_writer(volume.path, writer) if volume.shared else "local",
             eviction=TenantRetention(capacity_bytes) if self._config.gateway.tenants_in_etcd else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import os
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from kvferry.config import TlsConfig
 
 # The name in every certificate, whatever address its process has.
 SERVER_NAME = "kvferry.internal"
+# Clients of etcd have no name to look for, and compare with the address that they dial.
+_LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
 
 # As long as a cluster on a workstation may run; nothing of it outlives the cluster.
 _VALID = datetime.timedelta(days=3650)
@@ -45,7 +48,9 @@ def make_certificates(folder: Path) -> TlsConfig:
         .add_extension(
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
         )
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME), x509.IPAddress(_LOOPBACK)]), critical=False
+        )
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority_id), critical=False)
         .sign(authority_key, hashes.SHA256())
     )

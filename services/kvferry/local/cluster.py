@@ -152,14 +152,18 @@ def _start(
 ) -> RunningCluster:
     folder.prepare()
     folder.new_tokens()
-    config = _with_certificates(_with_own_places(asked, progress), folder)
+    config = _with_own_places(asked, progress)
+    tls = make_certificates(folder.tls)
+    if not config.worker.tls.enabled:
+        config = _changed(config, "worker", tls=tls.model_dump(mode="json"))
     pace = Pace(progress.tick)
     with _deferred_interrupts(pace):
         etcd = None
         if not config.membership.endpoints:
             with progress.step("etcd"):
-                etcd = start_etcd(folder, pace)
-            config = _changed(config, "membership", endpoints=[etcd.endpoint])
+                etcd = start_etcd(folder, tls, pace)
+            files = tls.model_dump(mode="json", include={"ca_file", "cert_file", "key_file"})
+            config = _changed(config, "membership", endpoints=[etcd.endpoint], **files)
         else:
             _require_reachable(config.membership.endpoints)
         with progress.step("Ray"):
@@ -458,12 +462,6 @@ def _with_absolute_files(config: ClusterConfig) -> ClusterConfig:
             if key.endswith("_file") and value is not None:
                 section[key] = str(Path(value).expanduser().absolute())
     return parse(dump)
-
-
-def _with_certificates(config: ClusterConfig, folder: RunFolder) -> ClusterConfig:
-    if config.worker.tls.enabled:
-        return config
-    return _changed(config, "worker", tls=make_certificates(folder.tls).model_dump(mode="json"))
 
 
 def _changed(config: ClusterConfig, section: str, **values: Any) -> ClusterConfig:

@@ -25,10 +25,10 @@ from kvferry.shared_memory import RECORDS_FOLDER
 
 RUN_DIR_VARIABLE = "KVFERRY_RUN_DIR"
 
-# The longest socket below a run folder is Ray's: /ray/session_<date>_<time>_<microseconds>_<pid of
+# The longest socket below a run folder is Ray's: /ray/t/session_<date>_<time>_<microseconds>_<pid of
 # 7>/sockets/plasma_store
 _SOCKET_PATH_LIMIT_BYTES = 107
-_LONGEST_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+_LONGEST_SOCKET = "/ray/t/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 PATH_LIMIT_BYTES = _SOCKET_PATH_LIMIT_BYTES - len(_LONGEST_SOCKET)
 
 
@@ -84,8 +84,13 @@ class RunFolder:
         return self.path / "etcd"
 
     @property
-    def ray(self) -> Path:
+    def ray_parent(self) -> Path:
         return self.path / "ray"
+
+    @property
+    def ray(self) -> Path:
+        # Ray opens its folder to every user of the machine; the parent keeps them out.
+        return self.ray_parent / "t"
 
     @property
     def shm(self) -> Path:
@@ -117,14 +122,14 @@ class RunFolder:
         return Marks(token=self.token(), work_folder=self.work, written_folders=self.process_folders)
 
     def prepare(self) -> None:
-        """Make the private folder. Raises ConfigError if untrusted or too long a path."""
+        """Make the folder and its private ones. Raises ConfigError if untrusted or too long a path."""
         if len(os.fsencode(self.path)) > PATH_LIMIT_BYTES:
             raise ConfigError(
                 f"{RUN_DIR_VARIABLE}: {str(self.path)!r} is longer than {PATH_LIMIT_BYTES} bytes, "
                 "and the Unix sockets below it would be longer than the kernel allows; choose a shorter folder"
             )
         _make_private(self.path)
-        for part in (*self.process_folders, self.shm):
+        for part in (self.ray_parent, *self.process_folders, self.shm):
             part.mkdir(mode=0o700, exist_ok=True)
 
     def new_tokens(self) -> str:
@@ -171,7 +176,8 @@ class RunFolder:
         else:
             shutil.rmtree(self.logs, ignore_errors=True)
         engines = self.path.glob("engine-*")  # what an engine keeps its sockets in
-        for folder in (self.etcd, self.ray, self.shm, self.temporary, self.work, self.keeper, self.tls, *engines):
+        folders = (self.etcd, self.ray_parent, self.shm, self.temporary, self.work, self.keeper, self.tls, *engines)
+        for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         for file in (self.record_file, self.config_file, self.token_file, self.ray_token_file):
             file.unlink(missing_ok=True)
@@ -258,7 +264,7 @@ def _default_root() -> Path:
 
 
 def _make_private(path: Path) -> None:
-    """Make a folder for this user only, and verify it: another user may have made it first."""
+    """Make a folder for this user only, or verify that no other user made it or may write to it."""
     folders = [path.parent, path] if path.parent == _default_root() else [path]
     for folder in folders:
         try:
@@ -271,8 +277,11 @@ def _make_private(path: Path) -> None:
             raise ConfigError(f"{RUN_DIR_VARIABLE}: cannot use {str(folder)!r}: it is not a folder")
         if status.st_uid != os.getuid():
             raise ConfigError(f"{RUN_DIR_VARIABLE}: cannot use {str(folder)!r}: it belongs to user {status.st_uid}")
-        if status.st_mode & 0o077:
-            folder.chmod(0o700)
+        if status.st_mode & 0o022:
+            raise ConfigError(
+                f"{RUN_DIR_VARIABLE}: cannot use {str(folder)!r}: other users may write to it; "
+                "take that right away (chmod go-w), or name a folder that does not exist"
+            )
 
 
 def _write_private(file: Path, text: str) -> None:

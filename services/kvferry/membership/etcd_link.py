@@ -315,6 +315,11 @@ class EtcdConnector:
                 f"membership.prefix: etcd refuses user {self._config.user!r} the right to read and write"
                 f" under {self._config.prefix!r}"
             )
+        if is_full(error):
+            return UnavailableError(
+                f"the registry writes nothing, its etcd is full ({describe(error)}): make room in etcd and disarm its "
+                "alarm, see docs/operations.md#etcd"
+            )
         log.warning(f"etcd at {', '.join(self._config.endpoints)} cannot be reached: {describe(error)}")
         return UnavailableError("the registry cannot be reached")
 
@@ -344,6 +349,12 @@ def wants_token(error: BaseException) -> bool:
         return False
     details = error.details() or ""
     return error.code() == grpc.StatusCode.UNAUTHENTICATED or any(fault in details for fault in _TOKEN_FAULTS)
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether etcd's database is over its quota."""
+    is_exhausted = status_of(error) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    return is_exhausted and "database space exceeded" in describe(error)
 
 
 def describe(error: BaseException) -> str:

@@ -14,7 +14,15 @@ import msgspec
 from kvferry.config import MembershipConfig
 from kvferry.errors import KvferryError
 from kvferry.membership.base import Member
-from kvferry.membership.etcd_link import EtcdConnector, EtcdLink, log_fault, status_of, wait_for_cancelled
+from kvferry.membership.etcd_link import (
+    EtcdConnector,
+    EtcdLink,
+    describe,
+    is_full,
+    log_fault,
+    status_of,
+    wait_for_cancelled,
+)
 from kvferry.membership.etcd_records import record_key
 from kvferry.membership.retry import RetryPolicy
 
@@ -44,6 +52,7 @@ class EtcdRegistration:
         self._lease_id: int | None = None  # chosen before it is granted, so that revoke never misses one
         self._ttl_s = 0.0
         self._renewed_at_s: float | None = None  # before the last renewal was sent; None: not registered
+        self._is_outdated = False  # the record in etcd, which is full
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._updates: list[asyncio.Future[None]] = []
@@ -138,7 +147,14 @@ class EtcdRegistration:
             except grpc.RpcError as error:
                 if status_of(error) == grpc.StatusCode.NOT_FOUND:
                     self._lose_lease()
-                raise
+                if self._renewed_at_s is None or not is_full(error):
+                    raise
+                # A full etcd still renews leases: the member stays, with the record that it has.
+                if not self._is_outdated:
+                    log.warning(f"{self._key} is renewed, and its record not written: {describe(error)}")
+                self._is_outdated = True
+            else:
+                self._is_outdated = False
             self._ttl_s = float(ttl_s)
             self._renewed_at_s = begin_s
         finally:

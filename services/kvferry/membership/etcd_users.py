@@ -74,11 +74,21 @@ async def _ensure(channel: grpc.aio.Channel, config: MembershipConfig, password:
     await auth.role_grant_permission(
         role, prefix, prefix_range_end(prefix), perm_type=PermissionType.READWRITE, timeout=CALL_TIMEOUT_S
     )
+    await _revoke_wider(auth, role, prefix)
     if not await _add_if_absent(auth.user_add(config.user, password, timeout=CALL_TIMEOUT_S)):
         await auth.user_change_password(config.user, password, timeout=CALL_TIMEOUT_S)
     await auth.user_grant_role(config.user, role, timeout=CALL_TIMEOUT_S)
     if not is_enabled:
         await auth.auth_enable(timeout=CALL_TIMEOUT_S)
+
+
+async def _revoke_wider(auth: AuthService, role: str, prefix: str) -> None:
+    """Revoke rights of `role` to more than `prefix`, such as to keys of other clusters."""
+    begin, end = prefix.encode(), prefix_range_end(prefix)
+    for right in (await auth.role_get(role, timeout=CALL_TIMEOUT_S)).perm:
+        covers = right.key <= begin and (right.range_end == b"\0" or right.range_end >= end)  # 0: without an end
+        if covers and (right.key, right.range_end) != (begin, end):
+            await auth.role_revoke_permission(role, right.key, right.range_end, timeout=CALL_TIMEOUT_S)
 
 
 async def _add_if_absent(call: Awaitable[Any]) -> bool:

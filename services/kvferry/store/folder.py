@@ -44,6 +44,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     volume_id: str
     version: int
     created_s: float
+    cluster: str = ""  # whose keepers use it; empty: written before volumes named theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +84,40 @@ def read_description(path: Path) -> Description:
     return description
 
 
-def make_description(path: Path, now_s: float) -> Description:
-    """Read or make it; concurrent makers agree. Raises TierError, OSError."""
+def make_description(path: Path, now_s: float, cluster: str) -> Description:
+    """Read or make it; concurrent makers agree. Raises TierError, also for one of another cluster, OSError."""
     file = path / paths.DESCRIPTION
     if not file.exists():
-        made = Description(volume_id=f"v-{secrets.token_hex(8)}", version=_VERSION, created_s=now_s)
-        # Written under a name of our own first. A link, unlike a rename, never replaces another process's file.
-        draft = path / f".{paths.DESCRIPTION}-{secrets.token_hex(4)}"
-        try:
-            with draft.open("wb") as out:
-                out.write(msgspec.json.encode(made))
-                out.flush()
-                os.fsync(out.fileno())
-            with contextlib.suppress(FileExistsError):
-                file.hardlink_to(draft)
-        finally:
-            draft.unlink(missing_ok=True)
-    return read_description(path)
+        made = Description(volume_id=f"v-{secrets.token_hex(8)}", version=_VERSION, created_s=now_s, cluster=cluster)
+        # A link, unlike a rename, never replaces another process's file.
+        with _draft(path, made) as draft, contextlib.suppress(FileExistsError):
+            file.hardlink_to(draft)
+    found = read_description(path)
+    if cluster and not found.cluster:
+        with _draft(path, msgspec.structs.replace(found, cluster=cluster)) as draft:
+            draft.replace(file)
+        found = read_description(path)
+    if cluster and found.cluster != cluster:
+        # Both have tenants of the same names, and each would remove the pages of the other's.
+        raise TierError(
+            f"volume {path} is of the cluster {found.cluster!r}, and this one is {cluster!r}: give each cluster a "
+            f"folder of its own. To give this one away, end the keepers of {found.cluster!r} and empty the folder"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _draft(path: Path, description: Description) -> Iterator[Path]:
+    """Yield a file of our own with it, and remove what is left of it."""
+    draft = path / f".{paths.DESCRIPTION}-{secrets.token_hex(4)}"
+    try:
+        with draft.open("wb") as out:
+            out.write(msgspec.json.encode(description))
+            out.flush()
+            os.fsync(out.fileno())
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def lock(file: Path, *, shared: bool) -> int | None:

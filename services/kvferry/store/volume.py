@@ -71,6 +71,7 @@ class Volume:
         path: Path,
         *,
         capacity_bytes: int,
+        cluster: str = "",
         shared: bool = False,
         writer: str = "local",
         eviction: EvictionPolicy | None = None,
@@ -80,7 +81,7 @@ class Volume:
         monotonic: Callable[[], float] = time.monotonic,
         lock_patience_s: float = LOCK_PATIENCE_S,
     ) -> None:
-        """`shared`: other `writer` names use the folder too. Raises ValueError."""
+        """`cluster`: the one that owns the folder. `shared`: other `writer` names use it too. Raises ValueError."""
         if capacity_bytes < 0:
             raise ValueError(f"a capacity of {capacity_bytes} bytes")
         self.path = path
@@ -88,6 +89,7 @@ class Volume:
         self.is_open = False
         self.on_change: Listener = _ignore_change
         self._purge_mark: tuple[int, int] | None = None
+        self._cluster = cluster
         self._writer = paths.validate_writer(writer)
         self._shared = shared
         self._clock = clock
@@ -115,7 +117,7 @@ class Volume:
     def open(self) -> None:
         """Lock the folder and index its chunks by names and sizes. Call once.
 
-        Raises TierError if the folder is unusable, or locked by another keeper (if shared: of the same `writer`).
+        Raises TierError for a folder that is unusable, of another cluster, or locked (if shared: by the same `writer`).
         """
         try:
             self._lock_folder()
@@ -131,7 +133,7 @@ class Volume:
             raise
         except OSError as error:
             self.close()
-            raise self._unusable(error) from error
+            raise _unusable(self.path, error) from error
         self.is_open = True
 
     def close(self) -> None:
@@ -242,7 +244,7 @@ class Volume:
         try:
             return num_chunks + folder.remove_namespaces(self.path, lambda each: each == namespace)
         except OSError as error:
-            raise self._unusable(error) from error
+            raise _unusable(self.path, error) from error
 
     def configure(self, contracts: Mapping[str, TierContract]) -> None:
         """Replace tenants' contracts, in bytes. Raises ValueError for floors beyond the capacity."""
@@ -266,7 +268,7 @@ class Volume:
         try:
             found = folder.namespaces(self.path)
         except OSError as error:
-            raise self._unusable(error) from error
+            raise _unusable(self.path, error) from error
         removed: dict[str, int] = {}
         for namespace in found:
             if namespace.epoch < lowest_epochs.get(namespace.tenant, 0):
@@ -318,7 +320,7 @@ class Volume:
                     ):
                         added.append(found)
         except OSError as error:
-            raise self._unusable(error) from error
+            raise _unusable(self.path, error) from error
         for entry in self._index.entries():
             path = self._index.path_of(entry)
             if path not in seen and entry.number < before and self._files.inode_at(path) == NO_INODE:
@@ -342,7 +344,7 @@ class Volume:
         try:
             self._adopter.run(self._monotonic())
         except OSError as error:
-            raise self._unusable(error) from error
+            raise _unusable(self.path, error) from error
 
     def _remove_files(self, withdrawn: Iterable[File]) -> None:
         for file in withdrawn:
@@ -367,15 +369,13 @@ class Volume:
             finally:
                 self._index.changes.end_delivery()
 
-    def _unusable(self, error: OSError) -> TierError:
-        return TierError(f"volume {self.path}: {error.filename or ''}: {error.strerror}")
-
     # Opening
 
     def _lock_folder(self) -> None:
         for name in (paths.LAYOUTS, paths.CHUNKS, paths.QUARANTINE, paths.TEMPORARY, paths.KEYS):
             (self.path / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.volume_id = self._files.volume_id = folder.make_description(self.path, self._clock()).volume_id
+        self.volume_id = folder.make_description(self.path, self._clock(), self._cluster).volume_id
+        self._files.volume_id = self.volume_id
         # Another keeper may be taking over files of ours, from before a restart.
         for file, shared in ((self.path / paths.LOCK, self._shared), (self._files.writer_lock, False)):
             fd = _lock_within(self._lock_patience_s, file, shared=shared)
@@ -470,6 +470,10 @@ def _warn_if_larger_than_drive(path: Path, capacity_bytes: int) -> None:
     if 0 < (drive_bytes := drive.f_blocks * drive.f_frsize) < capacity_bytes:
         capacity_gib, drive_gib = capacity_bytes / (1 << 30), drive_bytes / (1 << 30)
         logger.warning("volume %s: capacity_gib is %.4g, its drive has %.4g GiB", path, capacity_gib, drive_gib)
+
+
+def _unusable(path: Path, error: OSError) -> TierError:
+    return TierError(f"volume {path}: {error.filename or ''}: {error.strerror}")
 
 
 @contextlib.contextmanager

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import stat
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
+from click.testing import CliRunner
 
+from kvferry.cli import main
+from kvferry.errors import ConfigError
 from kvferry.gateway import usage_log
 from kvferry.gateway.usage_log import UNFINISHED, UsageLog, UsageRecord, read
 from kvferry.gateway.usage_totals import totals
@@ -228,3 +234,18 @@ async def test_whatever_ends_a_write_costs_its_records_alone(
     await log.close()
     assert [each.tenant for each in read(tmp_path, refuse)] == ["beta"]
     assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize(("mode", "taken"), [(0o700, True), (0o2775, True), (0o757, False), (0o1777, False)])
+def test_a_folder_that_every_user_may_write_to_is_refused_and_keeps_its_mode(
+    tmp_path: Path, mode: int, taken: bool
+) -> None:
+    folder = tmp_path / "usage"
+    folder.mkdir()
+    folder.chmod(mode)
+    (folder / "usage-2026-01-01-planted.jsonl").write_bytes(msgspec.json.encode(record()) + b"\n")
+    with contextlib.nullcontext() if taken else pytest.raises(ConfigError, match=r"gateway\.usage_dir: every user may"):
+        UsageLog(folder, "gateway-1")
+    result = CliRunner().invoke(main, ["tenant", "usage", "--dir", str(folder)])
+    assert (result.exit_code, "every user may write" in result.stderr) == ((0, False) if taken else (2, True))
+    assert stat.S_IMODE(folder.stat().st_mode) == mode

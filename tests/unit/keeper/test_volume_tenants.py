@@ -89,6 +89,26 @@ async def test_a_keeper_that_was_away_removes_them_when_it_comes(tmp_path: Path)
         await until(lambda: tenants_of(tmp_path) == [])
 
 
+async def test_another_clusters_volume_is_refused_and_no_tenant_of_it_loses_pages(tmp_path: Path) -> None:
+    """Both clusters have a tenant of one name, and the second one's epoch is later."""
+    config = watching(node_config(tmp_path, volume={"shared": True}))
+    blue, red = MemoryRegistry(), MemoryRegistry()
+    for registry, epochs in ((blue, 1), (red, 2)):
+        admin = TenantAdmin(MemoryMembership(registry), now_unix_s=lambda: 0.0)
+        await admin.create("acme")
+        for _ in range(1, epochs):
+            await admin.raise_epoch("acme")
+    async with hosting(config.model_copy(update={"name": "blue"}), MemoryMembership(blue), "n1") as host:
+        with rows_of(8, 8192) as rows, engine(host.keeper.socket_path, rows, layout_of()) as a:
+            await a.connected()
+            await a.store(range(3), ACME)
+    async with hosting(config.model_copy(update={"name": "red"}), MemoryMembership(red), "n2") as host:
+        await until(lambda: bool(host.member.volume_faults), what="the volume is refused")
+        assert "v0 is of the cluster 'blue', and this one is 'red'" in host.member.volume_faults[0]
+        assert host.member.volumes == ()
+    assert tenants_of(tmp_path) == ["acme"] * 3
+
+
 async def test_files_that_come_late_are_found_too(tmp_path: Path) -> None:
     """As from another node of a shared volume, which knew of the new epoch a moment later."""
     registry = MemoryRegistry()

@@ -115,11 +115,24 @@ def test_the_folder_is_private(folder: RunFolder) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_an_open_folder_of_ours_is_closed(folder: RunFolder) -> None:
+def test_a_folder_that_exists_keeps_its_mode_and_what_is_made_in_it_is_private(folder: RunFolder) -> None:
     folder.path.mkdir()
-    folder.path.chmod(0o777)
+    folder.path.chmod(0o755)
     folder.prepare()
-    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    folder.new_tokens()
+    with folder.locked("up"):
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o755
+        assert {stat.S_IMODE(path.stat().st_mode) for path in folder.path.iterdir()} == {0o700, 0o600}
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o1777])
+def test_a_folder_that_others_may_write_to_is_refused_and_stays(folder: RunFolder, mode: int) -> None:
+    folder.path.mkdir()
+    folder.path.chmod(mode)
+    with pytest.raises(ConfigError, match=r"KVFERRY_RUN_DIR: .* other users may write to it; .*chmod go-w"):
+        folder.prepare()
+    assert stat.S_IMODE(folder.path.stat().st_mode) == mode
+    assert not list(folder.path.iterdir())
 
 
 def test_a_folder_of_somebody_else_is_refused(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

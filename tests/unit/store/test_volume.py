@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import time
@@ -643,6 +644,36 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         Volume(tmp_path / "file", capacity_bytes=0).open()
     with pytest.raises(TierError, match="file"):
         Volume(tmp_path / "file" / "v", capacity_bytes=0).open()
+
+
+def test_a_volume_of_another_cluster_is_refused_and_stays(opened: Opened, tmp_path: Path) -> None:
+    volume = opened(cluster="blue", shared=True, writer="a")
+    volume.add_layout(LAYOUT)
+    put(volume, chunk(1))
+    files = chunk_files(volume.path)
+    refused = (
+        "is of the cluster 'blue', and this one is 'red': give each cluster a folder of its own.* empty the folder"
+    )
+    with pytest.raises(TierError, match=refused):
+        opened(cluster="red", shared=True, writer="b")
+    assert chunk_files(volume.path) == files
+    opened(cluster="blue", shared=True, writer="b")
+
+
+def test_a_volume_that_names_no_cluster_is_that_of_the_first_that_opens_it(opened: Opened, tmp_path: Path) -> None:
+    volume = opened()
+    volume.close()
+    file = tmp_path / "v" / "volume.json"
+    old = json.loads(file.read_text())
+    del old["cluster"]  # as an earlier release wrote it
+    file.write_text(json.dumps(old))
+    adopted = opened(cluster="blue")
+    assert adopted.volume_id == volume.volume_id
+    assert json.loads(file.read_text()) == {**old, "cluster": "blue"}
+    adopted.close()
+    with pytest.raises(TierError, match="is of the cluster 'blue'"):
+        opened(cluster="red")
+    assert [path.name for path in file.parent.glob(".*")] == []
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"volume_id": 5}', '{"volume_id": "v", "version": 9, "created_s": 1}'])
