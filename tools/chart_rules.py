@@ -118,12 +118,20 @@ def _kept_claims_have_their_secrets(rendered: Sequence[Document]) -> Iterator[st
         policy = stateful["spec"].get("persistentVolumeClaimRetentionPolicy", {}).get("whenDeleted")
         if policy not in ("Retain", "Delete"):
             yield f"{_name(stateful)} does not say whether its claims are kept"
-        for secret in _of_kind(rendered, "Secret"):
-            if not secret["metadata"]["name"].startswith(f"{stateful['metadata']['name']}-"):
-                continue
-            kept = secret["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == "keep"
-            if kept != (policy == "Retain"):
-                yield f"{_name(secret)} and the claims of {_name(stateful)} do not go together"
+        # An uninstall leaves a hook's secret, unless a hook of the same name replaces it then.
+        secrets = list(_of_kind(rendered, "Secret"))
+        deleted = {_name(each) for each in secrets if _hooks(each) == "post-delete"}
+        for name in dict.fromkeys(map(_name, secrets)):
+            is_of_etcd = name.startswith(f"Secret/{stateful['metadata']['name']}-")
+            if is_of_etcd and (name in deleted) != (policy == "Delete"):
+                yield f"{name} and the claims of {_name(stateful)} do not go together"
+
+
+def _secrets_are_in_no_manifest(rendered: Sequence[Document]) -> Iterator[str]:
+    # `helm rollback` applies the manifest of an earlier release: revoked keys and old passwords.
+    for secret in _of_kind(rendered, "Secret"):
+        if not _hooks(secret):
+            yield f"{_name(secret)} is part of the release's manifest, which a rollback brings back"
 
 
 def _images_name_a_registry(rendered: Sequence[Document]) -> Iterator[str]:
@@ -142,12 +150,17 @@ RULES: Sequence[Callable[[Sequence[Document]], Iterator[str]]] = (
     _no_capability_is_added,
     _the_operator_is_admitted_anywhere,
     _kept_claims_have_their_secrets,
+    _secrets_are_in_no_manifest,
     _images_name_a_registry,
 )
 
 
 def _of_kind(rendered: Sequence[Document], kind: str) -> Iterator[Document]:
     return (document for document in rendered if document["kind"] == kind)
+
+
+def _hooks(document: Document) -> str:
+    return str(document["metadata"].get("annotations", {}).get("helm.sh/hook", ""))
 
 
 def _name(document: Document) -> str:

@@ -31,8 +31,8 @@ scrape_configs:
       - url: http://127.0.0.1:8000/kvferry/v1/targets
 ```
 
-Where the gateway has keys and is not on loopback, Prometheus shows one with `operator: true`
-(`kvferry key new --operator`): `authorization: {credentials_file: FILE}` below the entry of `http_sd_configs`. The
+Where the gateway has keys and is not on loopback, Prometheus shows one with `metrics: true`
+(`kvferry key new --metrics`): `authorization: {credentials_file: FILE}` below the entry of `http_sd_configs`. The
 listeners of section `metrics` have no keys but, with `metrics.tls`, certificates: `scheme: https` and `tls_config` with
 `ca_file`, `cert_file` and `key_file`.
 

@@ -132,7 +132,12 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
 def documents(text: str) -> list[Document]:
     """The objects of a rendering, in an order of their own: Helm's differs from version to version."""
     found = [each for each in yaml.load_all(text, Loader=yaml.CSafeLoader) if each]
-    return sorted(found, key=lambda each: (each["kind"], each["metadata"]["name"]))
+    return sorted(found, key=lambda each: (each["kind"], each["metadata"]["name"], hooks(each)))
+
+
+def hooks(document: Document) -> str:
+    """When Helm makes an object that is no part of the release's manifest; empty for one that is."""
+    return str(document["metadata"].get("annotations", {}).get("helm.sh/hook", ""))
 
 
 @functools.cache
@@ -283,7 +288,7 @@ def redacted(rendered: Sequence[Document]) -> list[Document]:
     """Without what each rendering makes anew: keys, certificates, passwords."""
     result = copy.deepcopy(list(rendered))
     for document in result:
-        if document["kind"] == "Secret":
+        if document["kind"] == "Secret" and "data" in document:
             document["data"] = {key: f"({_what(value)})" for key, value in sorted(document["data"].items())}
     return result
 
@@ -291,7 +296,7 @@ def redacted(rendered: Sequence[Document]) -> list[Document]:
 def _what(value: str) -> str:
     content = base64.b64decode(value, validate=True).decode()
     label = re.match(r"-----BEGIN ([A-Z ]+)-----", content)
-    return f"{label[1].lower()}" if label else re.sub(r"[A-Za-z0-9]{32,}", "...", content.rstrip())
+    return f"{label[1].lower()}" if label else re.sub(r"[A-Za-z0-9]{32,}|(?<=-)[0-9a-f]{8}\b", "...", content.rstrip())
 
 
 def golden_text(rendered: Sequence[Document]) -> str:

@@ -287,8 +287,9 @@ def key() -> None:
 @click.option("--name", required=True, help="What to call it, to tell it from the tenant's other keys.")
 @click.option("--file", "into", type=click.Path(path_type=Path), help="Where to add it; by default gateway.keys_file.")
 @click.option("--operator", is_flag=True, help="Also lets it read metrics of all tenants and the list of targets.")
+@click.option("--metrics", is_flag=True, help="Lets it read metrics and the list of targets, and nothing else.")
 @_reported
-def new_key(tenant: str, name: str, into: Path | None, operator: bool) -> None:
+def new_key(tenant: str, name: str, into: Path | None, operator: bool, metrics: bool) -> None:
     """Print a new key, once, and add its hash to a file of keys.
 
     Gateways that use the file take the key within a second. To end a key, remove its line.
@@ -298,7 +299,7 @@ def new_key(tenant: str, name: str, into: Path | None, operator: bool) -> None:
     file = into or configuration.load().gateway.keys_file
     if file is None:
         raise ConfigError("--file is needed: no gateway.keys_file is configured (KVFERRY__GATEWAY__KEYS_FILE)")
-    click.echo(key_file.new_key(file, tenant, name, operator=operator))
+    click.echo(key_file.new_key(file, tenant, name, operator=operator, metrics=metrics))
 
 
 main.add_command(tenant_commands.tenant)

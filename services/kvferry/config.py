@@ -820,7 +820,7 @@ class MetricsConfig(_Section):
     gateway_port: int = Field(0, ge=0, le=65520)
     worker_port: int = Field(0, ge=0, le=65520)
     keeper_port: int = Field(0, ge=0, le=65520)
-    tls: TlsConfig = TlsConfig()  # mutual: who scrapes shows a certificate
+    tls: TlsConfig = TlsConfig()  # mutual: Prometheus shows a certificate of ca_file, not always worker.tls's
 
 
 class TracingConfig(_Section):

@@ -26,7 +26,8 @@ BODY: dict[str, Any] = {"model": MODEL, "prompt": "x", "max_tokens": 1}
 
 async def test_metrics_of_all_tenants_are_an_operators(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
-    tenant, operator = new_key(keys, "acme", "ci"), new_key(keys, "acme", "prometheus", operator=True)
+    tenant, operator = new_key(keys, "acme", "ci"), new_key(keys, "acme", "ops", operator=True)
+    metrics = new_key(keys, "acme", "prometheus", metrics=True)
     async with (
         running(gateway={"keys_file": str(keys)}) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
@@ -41,19 +42,24 @@ async def test_metrics_of_all_tenants_are_an_operators(tmp_path: Path) -> None:
             answer = await http.get(path, headers=bearer(tenant))
             assert answer.status_code == 403
             assert "operator: true" in answer.json()["error"]["message"]
-            assert (await http.get(path, headers=bearer(operator))).status_code == 200
+            for key in (operator, metrics):
+                assert (await http.get(path, headers=bearer(key))).status_code == 200
         assert (await http.post("/v1/completions", json=BODY, headers=bearer(operator))).status_code == 200
+        assert (await http.post("/v1/completions", json=BODY, headers=bearer(metrics))).status_code == 403
+        assert (await http.get("/v1/models", headers=bearer(metrics))).status_code == 403
 
 
 async def test_workers_are_named_to_operators_only(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     key = new_key(keys, "acme", "ci")
     operator = new_key(keys, "staff", "ci", operator=True)
+    metrics = new_key(keys, "staff", "prometheus", metrics=True)
     async with (
         running(gateway={"keys_file": str(keys)}) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
-        for headers, num_named in (({}, 0), (bearer("wrong"), 0), (bearer(key), 0), (bearer(operator), 2)):
+        asked = (({}, 0), (bearer("wrong"), 0), (bearer(key), 0), (bearer(metrics), 0), (bearer(operator), 2))
+        for headers, num_named in asked:
             answer = await http.get("/readyz", headers=headers)
             assert answer.status_code == 200
             assert len(answer.json()["members"]) == num_named

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import copy
-import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,10 +49,6 @@ def installed(values: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     return documents
 
 
-def secrets(rendered: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {each["metadata"]["name"]: each["data"] for each in rendered if each["kind"] == "Secret"}
-
-
 @pytest.mark.parametrize("major", MAJORS)
 def test_members_of_etcd_do_not_change_in_number(tmp_path: Path, major: int) -> None:
     there = installed({}, tmp_path)
@@ -71,36 +65,11 @@ def test_the_size_of_etcd_s_claims_does_not_change(tmp_path: Path, major: int) -
 
 
 @pytest.mark.parametrize("major", MAJORS)
-def test_secrets_that_are_there_are_used_again(tmp_path: Path, major: int) -> None:
-    there = installed({}, tmp_path)
-    assert secrets(rendered_over(there, {}, tmp_path, major)) == secrets(there)
-    # After `helm uninstall` etcd's are left, with its claims: the next install opens these with them.
-    kept = [each for each in there if each["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == "keep"]
-    assert {each["metadata"]["name"] for each in kept} == {"trial-etcd-tls", "trial-etcd-users"}
-    again = secrets(rendered_over(kept, {}, tmp_path, major))
-    assert all(again[name] == data for name, data in secrets(kept).items())
-    assert again["trial-first-key"] != secrets(there)["trial-first-key"]
-
-
-@pytest.mark.parametrize("major", MAJORS)
 def test_switching_autoscaling_on_keeps_the_gateways_there_are(tmp_path: Path, major: int) -> None:
     there = installed({"gateway": {"replicas": 5}}, tmp_path)
     scaled = {"gateway": {"autoscaling": {"enabled": True}}}
     assert one(rendered_over(there, scaled, tmp_path, major), "Deployment", "trial-gateway")["spec"]["replicas"] == 5
     assert one(installed(scaled, tmp_path), "Deployment", "trial-gateway")["spec"]["replicas"] == 2
-
-
-@pytest.mark.parametrize("major", MAJORS)
-def test_keys_that_were_added_to_the_chart_s_secret_stay(tmp_path: Path, major: int) -> None:
-    there = installed({}, tmp_path)
-    added = base64.b64encode(b"- {tenant: acme, name: ci, sha256: 0}\n").decode()
-    one(there, "Secret", "trial-keys")["data"]["keys.yaml"] = added
-    assert secrets(rendered_over(there, {}, tmp_path, major))["trial-keys"] == {"keys.yaml": added}
-    # Without the first key both are made anew, and fit.
-    rest = [each for each in there if each["metadata"]["name"] != "trial-first-key"]
-    again = secrets(rendered_over(rest, {}, tmp_path, major))
-    key = base64.b64decode(again["trial-first-key"]["key"])
-    assert hashlib.sha256(key).hexdigest() in base64.b64decode(again["trial-keys"]["keys.yaml"]).decode()
 
 
 @pytest.mark.parametrize("major", MAJORS)

@@ -147,6 +147,7 @@ POD = [*GROUPS, 0, "template", "spec"]
             "Delete",
             "Secret/trial-etcd-users and the claims of StatefulSet/trial-etcd do not go together",
         ),
+        ("Secret", ["metadata", "annotations"], {}, "Secret/trial-keys is part of the release's manifest"),
         (
             "StatefulSet",
             ["spec", "template", "spec", "containers", 0, "image"],
@@ -540,6 +541,14 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         'monitoring.alerts has no alert "KvferryNothing"; there are KvferryKvPagesScarce, ',
     ),
     (at("monitoring.members.enabled", True), "monitoring.members.enabled needs networkPolicy.monitoringNamespace"),
+    (
+        merged(at("monitoring.serviceMonitor.enabled", True), at("gateway.tls.secretName", "edge")),
+        "monitoring needs monitoring.gatewayTls.serverName",
+    ),
+    (
+        merged(at("monitoring.members.tlsSecret", "inside"), at("internalTls.secretName", "inside")),
+        "monitoring.members.tlsSecret is the secret of internalTls",
+    ),
     (at("externalSecrets.secrets", [EXTERNAL]), "externalSecrets.secrets needs externalSecrets.store.name"),
     (
         at("externalSecrets", {"store": {"name": "v"}, "secrets": [EXTERNAL, EXTERNAL]}),
@@ -970,6 +979,9 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "monitoring.serviceMonitor.enabled": (True, "kind: ServiceMonitor"),
             "monitoring.serviceMonitor.interval": ("47s", "interval: 47s"),
             "monitoring.serviceMonitor.labels": ({"pick": "me"}, "pick: me"),
+            "monitoring.gatewayTls.serverName": ("llm.example", "serverName: llm.example"),
+            "monitoring.gatewayTls.caSecret": ("edge-ca", "name: edge-ca"),
+            "monitoring.gatewayTls.caEntry": ("edge.crt", "key: edge.crt"),
             "monitoring.keySecret": ("scrape-key", "name: scrape-key"),
             "monitoring.keyEntry": ("scrape-entry", "key: scrape-entry"),
             "extraObjects": (
@@ -1134,6 +1146,7 @@ EVERYTHING: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, str]]]] = {
             "monitoring.members.enabled": (True, "kind: ScrapeConfig"),
             "monitoring.members.interval": ("48s", "scrapeInterval: 48s"),
             "monitoring.members.labels": ({"pick": "us"}, "pick: us"),
+            "monitoring.members.tlsSecret": ("scrape-tls", "secretName: scrape-tls"),
             "monitoring.alerts.enabled": (True, "kind: PrometheusRule"),
             "monitoring.alerts.labels": ({"alert": "here"}, "alert: here"),
             "monitoring.alerts.selector": ('namespace="n1"', 'kvferry_ready{namespace="n1"}'),

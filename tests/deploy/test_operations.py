@@ -26,7 +26,7 @@ VALUES = yaml.safe_load((helm_check.CHART / "values.yaml").read_text())
 CONFIG = configuration.parse({}).model_dump(mode="json")
 # What is called besides ours; each with the subcommands that are used.
 OTHERS = {
-    "helm": {"install", "test", "upgrade", "rollback", "lint", "template", "uninstall"},
+    "helm": {"install", "test", "upgrade", "rollback", "lint", "template", "uninstall", "get"},
     "kubectl": {
         "get",
         "port-forward",
@@ -234,7 +234,8 @@ def test_settings_on_command_lines_exist() -> None:
 def test_names_of_objects_are_those_of_the_chart() -> None:
     """Secrets, labels and objects of the release `kvferry` that pages speak of are rendered."""
     helm = newest_helm()
-    rendered = helm.documents("--set", "fullnameOverride=kvferry")
+    scraped = "monitoring.members.enabled=true,networkPolicy.monitoringNamespace=monitoring"
+    rendered = helm.documents("--set", f"fullnameOverride=kvferry,{scraped}")
     names = {each["metadata"]["name"] for each in rendered} | {"kvferry-etcd-0"}
     labels = set(re.findall(r"kvferry\.io/[a-z]+", helm_check.golden_text(rendered)))
     text = "\n".join(page.read_text() for page in PAGES[:1])

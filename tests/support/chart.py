@@ -72,6 +72,7 @@ def _rendered(text: str) -> str:
 
 
 def one(rendered: list[dict[str, Any]], kind: str, name: str | None = None) -> dict[str, Any]:
-    """The one object of that kind, and name."""
-    (found,) = (each for each in rendered if each["kind"] == kind and name in (None, each["metadata"]["name"]))
+    """The one object of that kind, and name, that an install makes."""
+    made = (each for each in rendered if helm_check.hooks(each) != "post-delete")
+    (found,) = (each for each in made if each["kind"] == kind and name in (None, each["metadata"]["name"]))
     return found

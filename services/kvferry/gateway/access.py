@@ -24,6 +24,7 @@ class _Shown(NamedTuple):
     group: str = ""
     is_operator: bool = False
     is_in_file: bool = False
+    is_for_metrics: bool = False  # and nothing else
 
 
 class Access:
@@ -58,6 +59,8 @@ class Access:
         if self.is_open:
             return DEFAULT_TENANT
         shown = self._shown(authorization, client_name)
+        if shown.is_for_metrics:
+            raise PermissionDenied("this key reads metrics and targets, and nothing else")
         try:
             record = self._record(shown)
             if record is None:
@@ -69,15 +72,17 @@ class Access:
         except ValueError as error:
             raise PermissionDenied(f"the client's name is no tenant: {error}") from None
 
-    def require_operator(self, authorization: str | None, client_name: str | None) -> None:
+    def require_metrics(self, authorization: str | None, client_name: str | None) -> None:
         """Raises as `identify`, and PermissionDenied, unless the client may read metrics of all tenants."""
         # On loopback too: a proxy on this machine passes on what the whole network asks.
         if self.is_open:
             return
-        if not self.is_operator(authorization, client_name):
+        shown = self._shown(authorization, client_name)
+        self._record(shown)
+        if not (shown.is_operator or shown.is_for_metrics):
             raise PermissionDenied(
-                "only a key with `operator: true` (kvferry key new --operator) reads this here; "
-                "metrics are also on the listener of section `metrics`"
+                "only a key with `operator: true` or `metrics: true` (kvferry key new --operator, --metrics) reads "
+                "this here; metrics are also on the listener of section `metrics`"
             )
 
     def is_operator(self, authorization: str | None, client_name: str | None) -> bool:
@@ -118,7 +123,7 @@ class Access:
     def _find(self, key: str) -> _Shown:
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
         if self._keys is not None and (entry := self._keys.find(digest)) is not None:
-            return _Shown(entry.tenant, "", entry.operator, is_in_file=True)
+            return _Shown(entry.tenant, "", entry.operator, is_in_file=True, is_for_metrics=entry.metrics)
         if self._directory is not None:
             if (found := self._directory.find(digest)) is not None:
                 tenant, record = found

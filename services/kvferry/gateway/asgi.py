@@ -133,12 +133,12 @@ class HttpApp:
                     await _respond(send, 200 if readiness.ready else 503, msgspec.json.encode(readiness))
                 case "/metrics":
                     _allow(method, "GET")
-                    self._access.require_operator(*self._shown(scope))
+                    self._access.require_metrics(*self._shown(scope))
                     kind = (b"content-type", CONTENT_TYPE.encode())
                     await _respond(send, 200, self._metrics.render(), [kind])
                 case "/kvferry/v1/targets":
                     _allow(method, "GET")
-                    self._access.require_operator(*self._shown(scope))
+                    self._access.require_metrics(*self._shown(scope))
                     await _respond(send, 200, await self._read_targets())
                 case _ if path.startswith(EXPLAIN_PATH):
                     _allow(method, "GET")

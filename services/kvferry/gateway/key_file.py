@@ -1,6 +1,7 @@
 """API keys and tenants in a YAML file, reread when changed: `{tenant, name, sha256}` each, and what is optional.
 
-`operator: true` lets a key read what is not of one tenant. `pool` names the workers that serve the tenant; all keys of
+`operator: true` lets a key also read what is not of one tenant. `metrics: true` lets a key read metrics and the list of
+targets, and nothing else. `pool` names the workers that serve the tenant; all keys of
 a tenant name the same, or none.
 """
 
@@ -35,6 +36,7 @@ MAX_FILE_BYTES = 16 << 20
 
 _FIELDS = ("tenant", "name", "sha256")
 _OPERATOR = "operator"
+_METRICS = "metrics"
 _POOL = "pool"
 
 
@@ -45,11 +47,14 @@ class ApiKey:
     tenant: str
     name: str
     sha256: str  # of the whole key, prefix included; hexadecimal
-    operator: bool = False  # may read what is not of one tenant: metrics, targets
+    operator: bool = False  # may also read what is not of one tenant: metrics, targets
     pool: str = ""  # of workers that serve the tenant, also where it shows a token
+    metrics: bool = False  # may read metrics and targets alone
 
     def __post_init__(self) -> None:
         Namespace(self.tenant)
+        if self.operator and self.metrics:
+            raise ValueError("a key is for operators, or for metrics alone")
         if self.pool:
             check_pool_name(self.pool)
         KeyRecord(name=self.name, sha256=self.sha256).check()
@@ -142,18 +147,21 @@ def read_keys(file: Path) -> list[ApiKey]:
     tenant_to_pool: dict[str, str] = {}
     for number, value in enumerate(values, start=1):
         where = f"gateway.keys_file: {file}: entry {number}"
-        if not isinstance(value, dict) or value.keys() - {_OPERATOR, _POOL} != set(_FIELDS):
+        if not isinstance(value, dict) or value.keys() - {_OPERATOR, _METRICS, _POOL} != set(_FIELDS):
             raise ConfigError(
-                f"{where}: expected exactly {', '.join(_FIELDS)}, {_OPERATOR} where it is true, {_POOL} if there is one"
+                f"{where}: expected exactly {', '.join(_FIELDS)}, {_OPERATOR} or {_METRICS} where it is true, "
+                f"{_POOL} if there is one"
             )
         if not all(isinstance(value[field], str) for field in _FIELDS):
             raise ConfigError(f"{where}: {', '.join(_FIELDS)} are strings; quote what YAML takes for a number")
-        if not isinstance(operator := value.get(_OPERATOR, False), bool):
-            raise ConfigError(f"{where}: {_OPERATOR} is true or false")
+        for field in (_OPERATOR, _METRICS):
+            if not isinstance(value.get(field, False), bool):
+                raise ConfigError(f"{where}: {field} is true or false")
         if not isinstance(pool := value.get(_POOL, ""), str):
             raise ConfigError(f"{where}: {_POOL} is a string; quote what YAML takes for a number")
         try:
-            key = ApiKey(value["tenant"], value["name"], value["sha256"], operator, pool)
+            operator, metrics = value.get(_OPERATOR, False), value.get(_METRICS, False)
+            key = ApiKey(value["tenant"], value["name"], value["sha256"], operator, pool, metrics)
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
         if (key.tenant, key.name) in names:
@@ -170,14 +178,14 @@ def read_keys(file: Path) -> list[ApiKey]:
     return keys
 
 
-def new_key(file: Path, tenant: str, name: str, *, operator: bool = False) -> str:
+def new_key(file: Path, tenant: str, name: str, *, operator: bool = False, metrics: bool = False) -> str:
     """Make and return a key; add its hash to the file, created if missing. It has the pool of the tenant's other keys.
 
     Raises ConfigError for an unusable file, and for invalid or taken names.
     """
     key, digest = make_key()
     try:
-        added = ApiKey(tenant, name, digest, operator)
+        added = ApiKey(tenant, name, digest, operator, metrics=metrics)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     with _locked(file):
@@ -193,7 +201,8 @@ def _write(file: Path, keys: Sequence[ApiKey]) -> None:
     """Replace the file atomically, since gateways read it meanwhile."""
     lines = [
         f"- {{tenant: {key.tenant!r}, name: {key.name!r}, sha256: {key.sha256!r}"
-        f"{', operator: true' if key.operator else ''}{f', pool: {key.pool!r}' if key.pool else ''}}}\n"
+        f"{', operator: true' if key.operator else ''}{', metrics: true' if key.metrics else ''}"
+        f"{f', pool: {key.pool!r}' if key.pool else ''}}}\n"
         for key in keys
     ]
     comments, mode = [], 0o600

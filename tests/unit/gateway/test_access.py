@@ -25,7 +25,7 @@ CERTIFICATES = ServerTlsConfig(cert_file=Path("c"), key_file=Path("k"), client_c
 def test_where_nobody_has_to_say_who_they_are_everybody_is_the_default_tenant() -> None:
     access = Access(GatewayConfig(), Tenants(SECRET))
     assert access.is_open
-    access.require_operator(None, None)
+    access.require_metrics(None, None)
     assert access.identify(None, None) is DEFAULT_TENANT
     assert (DEFAULT_TENANT.cache_salt, DEFAULT_TENANT.tier) == ("", None)
 
@@ -74,14 +74,24 @@ def test_what_is_of_all_tenants_is_for_operators_wherever_keys_exist(tmp_path: P
     file = tmp_path / "keys.yaml"
     key, operators = new_key(file, "acme", "ci"), new_key(file, "acme", "ops", operator=True)
     access = Access(GatewayConfig(host=host, keys_file=file), Tenants(SECRET))
-    access.require_operator(f"Bearer {operators}", None)
+    access.require_metrics(f"Bearer {operators}", None)
     with pytest.raises(PermissionDenied, match="operator: true"):
-        access.require_operator(f"Bearer {key}", None)
+        access.require_metrics(f"Bearer {key}", None)
     with pytest.raises(Unauthenticated):
-        access.require_operator(None, None)
+        access.require_metrics(None, None)
     by_certificate = Access(GatewayConfig(host=host, tls=CERTIFICATES), Tenants(SECRET))
     with pytest.raises(PermissionDenied):
-        by_certificate.require_operator(None, "acme")
+        by_certificate.require_metrics(None, "acme")
+
+
+def test_a_key_for_metrics_is_no_tenant_s(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    key = f"Bearer {new_key(file, 'acme', 'prometheus', metrics=True)}"
+    access = Access(GatewayConfig(host="10.0.0.1", keys_file=file), Tenants(SECRET))
+    access.require_metrics(key, None)
+    assert not access.is_operator(key, None)
+    with pytest.raises(PermissionDenied, match="this key reads metrics and targets, and nothing else"):
+        access.identify(key, None)
 
 
 def test_two_tenants_share_neither_salt_nor_folder() -> None:
@@ -168,7 +178,7 @@ async def test_a_token_lets_in_tenants_with_a_record_and_no_others() -> None:
     with pytest.raises(PermissionDenied, match="'evil' is no tenant of this cluster"):
         unknown.identify("Bearer a.b.c", None)
     with pytest.raises(PermissionDenied, match="'evil'"):
-        unknown.require_operator("Bearer a.b.c", None)
+        unknown.require_metrics("Bearer a.b.c", None)
 
 
 async def test_a_deleted_tenant_may_do_nothing_with_any_key(tmp_path: Path) -> None:
@@ -176,7 +186,7 @@ async def test_a_deleted_tenant_may_do_nothing_with_any_key(tmp_path: Path) -> N
     key = new_key(file, "acme", "ops", operator=True)
     directory = await directory_with(TenantRecord(name="acme", is_deleted=True))
     access = Access(GatewayConfig(keys_file=file, tenants_in_etcd=True), Tenants(SECRET), directory)
-    for ask in (access.identify, access.require_operator, access.is_operator):
+    for ask in (access.identify, access.require_metrics, access.is_operator):
         with pytest.raises(Unauthenticated, match="this tenant was deleted"):
             ask(f"Bearer {key}", None)
 
@@ -187,6 +197,6 @@ def test_nobody_gets_in_before_the_tenants_are_read(tmp_path: Path) -> None:
     directory = TenantDirectory(MemoryMembership(MemoryRegistry()).records)
     access = Access(GatewayConfig(keys_file=file, tenants_in_etcd=True), Tenants(SECRET), directory)
     for shown in (f"Bearer {key}", "Bearer kvf_unknown"):
-        for ask in (access.identify, access.require_operator):
+        for ask in (access.identify, access.require_metrics):
             with pytest.raises(NotReady, match="waits for etcd to read the tenants"):
                 ask(shown, None)

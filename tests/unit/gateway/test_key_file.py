@@ -61,6 +61,16 @@ def test_an_operators_key_is_marked_and_stays_marked(file: Path) -> None:
     assert [key is not None and key.operator for key in found] == [True, False]
 
 
+def test_a_key_for_metrics_is_marked_and_stays_marked(file: Path) -> None:
+    metrics = new_key(file, "acme", "prometheus", metrics=True)
+    other = new_key(file, "acme", "ci")
+    keys = KeyFile(file)
+    found = [keys.find(digest(key)) for key in (metrics, other)]
+    assert [key is not None and (key.metrics, key.operator) for key in found] == [(True, False), (False, False)]
+    with pytest.raises(ConfigError, match="a key is for operators, or for metrics alone"):
+        new_key(file, "acme", "both", operator=True, metrics=True)
+
+
 @pytest.mark.parametrize("change", [lambda key: key[:-1], lambda key: key + "x", lambda key: key.lower(), lambda _: ""])
 def test_nothing_but_the_whole_key_is_found(file: Path, change: object) -> None:
     key = new_key(file, "acme", "ci")
@@ -103,6 +113,8 @@ def test_a_name_that_cannot_be_one_is_refused(file: Path, tenant: str, name: str
         ("- {tenant: a, name: b}\n", "entry 1: expected exactly tenant, name, sha256"),
         ("- {tenant: a, name: b, sha256: c, key: secret}\n", "entry 1: expected exactly"),
         ("- {tenant: a, name: b, sha256: c, operator: 1}\n", "entry 1: operator is true or false"),
+        ("- {tenant: a, name: b, sha256: c, metrics: 1}\n", "entry 1: metrics is true or false"),
+        (f"{entry()[:-2]}, operator: true, metrics: true}}\n", "entry 1: a key is for operators, or for metrics alone"),
         ("- {tenant: a, name: 1, sha256: c}\n", "entry 1: .*strings"),
         ("- {tenant: a, name: b, sha256: c}\n", "entry 1: .*64 hexadecimal"),
         (entry() + entry("B"), "entry 2: tenant 'B'"),

@@ -241,7 +241,8 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- $made := list -}}
 {{- if not $v.internalTls.secretName -}}{{- $made = append $made (include "kvferry.internalTlsSecret" .) -}}{{- end -}}
-{{- if include "kvferry.firstKeySecret" . -}}{{- $made = concat $made (list (include "kvferry.firstKeySecret" .) (include "kvferry.keysSecret" .)) -}}{{- end -}}
+{{- if and $v.monitoring.members.enabled (not $v.monitoring.members.tlsSecret) -}}{{- $made = append $made (include "kvferry.metricsTlsSecret" .) -}}{{- end -}}
+{{- if include "kvferry.firstKeySecret" . -}}{{- $made = concat $made (list (include "kvferry.firstKeySecret" .) (include "kvferry.metricsKeySecret" .) (include "kvferry.keysSecret" .)) -}}{{- end -}}
 {{- if $v.etcd.enabled -}}{{- $made = concat $made (list (include "kvferry.etcdTlsSecret" .) (include "kvferry.etcdPasswordSecret" .)) -}}{{- end -}}
 {{- if $v.gateway.tls.certificate.issuerRef.name -}}{{- $made = append $made $v.gateway.tls.secretName -}}{{- end -}}
 {{- if $v.internalTls.certificate.issuerRef.name -}}{{- $made = append $made $v.internalTls.secretName -}}{{- end -}}
@@ -313,6 +314,12 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- if and $scraped $v.gateway.tls.requireClientCertificates -}}
 {{- fail "monitoring cannot ask gateways that require client certificates" -}}
+{{- end -}}
+{{- if and $scraped $v.gateway.tls.secretName (not (include "kvferry.gatewayServerName" .)) -}}
+{{- fail "monitoring needs monitoring.gatewayTls.serverName, a name in the certificate of gateway.tls: Prometheus calls pods and the service, which that does not name, and sends them its key" -}}
+{{- end -}}
+{{- if and $v.monitoring.members.tlsSecret (eq $v.monitoring.members.tlsSecret (include "kvferry.internalTlsSecret" .)) -}}
+{{- fail "monitoring.members.tlsSecret is the secret of internalTls: who has its certificate is a gateway, worker or keeper. Name one of another authority" -}}
 {{- end -}}
 
 {{- $sections := dict "roles.prefill" $v.roles.prefill "roles.decode" $v.roles.decode -}}
@@ -460,7 +467,7 @@ What a schema cannot say, or not in words that help. Included by every rendering
 
 {{/* Names of the chart's volumes and containers, in whichever pod, and of those that KubeRay adds. As JSON. */}}
 {{- define "kvferry.ownVolumes" -}}
-{{- $names := list "cache" "config" "data" "etcd" "etcd-root" "first-key" "gateway-tls" "internal-tls" "keys" "model" "ray-logs" "shared-mem" "shm" "tier-keys" "tls" "tmp" -}}
+{{- $names := list "cache" "config" "data" "etcd" "etcd-root" "first-key" "gateway-tls" "internal-tls" "keys" "metrics-tls" "model" "ray-logs" "shared-mem" "shm" "tier-keys" "tls" "tmp" -}}
 {{- range .Values.tier.volumes -}}{{- $names = append $names (printf "volume-%s" .name) -}}{{- end -}}
 {{- toJson $names -}}
 {{- end -}}

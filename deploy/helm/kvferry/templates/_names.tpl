@@ -51,6 +51,20 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 
+{{/* With the chart's own key for Prometheus, made with the first key. */}}
+{{- define "kvferry.metricsKeySecret" -}}
+{{- if include "kvferry.firstKeySecret" . -}}
+{{ include "kvferry.fullname" . }}-metrics-key
+{{- end -}}
+{{- end -}}
+
+{{/* With the certificate that Prometheus shows to metrics listeners, and its authority's; empty: nobody scrapes them. */}}
+{{- define "kvferry.metricsTlsSecret" -}}
+{{- if .Values.monitoring.members.enabled -}}
+{{- default (printf "%s-metrics-tls" (include "kvferry.fullname" .)) .Values.monitoring.members.tlsSecret -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "kvferry.internalTlsSecret" -}}
 {{- default (printf "%s-internal-tls" (include "kvferry.fullname" .)) .Values.internalTls.secretName -}}
 {{- end -}}

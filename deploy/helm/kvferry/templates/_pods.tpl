@@ -140,6 +140,9 @@ topologySpreadConstraints:
 {{/* Secrets of members: gateways and workers alike. */}}
 {{- define "kvferry.memberMounts" -}}
 - {name: internal-tls, mountPath: /etc/kvferry/tls/internal, readOnly: true}
+{{- if include "kvferry.metricsTlsSecret" . }}
+- {name: metrics-tls, mountPath: /etc/kvferry/tls/metrics, readOnly: true}
+{{- end }}
 {{- if include "kvferry.hasEtcdSecrets" . }}
 - {name: etcd, mountPath: /etc/kvferry/etcd, readOnly: true}
 {{- end }}
@@ -157,6 +160,11 @@ topologySpreadConstraints:
 {{- define "kvferry.memberVolumes" -}}
 - name: internal-tls
   secret: {secretName: {{ include "kvferry.internalTlsSecret" . }}, defaultMode: 0440}
+{{- with include "kvferry.metricsTlsSecret" . }}
+# The authority alone: only Prometheus has the certificate.
+- name: metrics-tls
+  secret: {secretName: {{ . }}, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}
+{{- end }}
 {{- include "kvferry.etcdVolume" . }}
 {{- with include "kvferry.weightsClaim" . }}
 - name: model

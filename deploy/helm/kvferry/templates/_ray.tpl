@@ -111,6 +111,7 @@ kvferry.io/restarted-at: {{ . | quote }}
 {{- $cpus := mulf $role.cpusPerWorker $role.workersPerPod -}}
 # A worker that goes finishes its requests first.
 terminationGracePeriodSeconds: {{ add (include "kvferry.workerDrainSeconds" $root | int) 30 }}
+automountServiceAccountToken: false
 {{- include "kvferry.pullSecrets" $root | nindent 0 }}
 {{- with $role.runtimeClassName }}
 runtimeClassName: {{ . }}
@@ -273,6 +274,7 @@ affinity:
 
 {{- define "kvferry.gatewayPodSpec" -}}
 terminationGracePeriodSeconds: {{ add (int .Values.gateway.lingerSeconds) (include "kvferry.gatewayDrainSeconds" . | int) 20 }}
+automountServiceAccountToken: false
 {{- include "kvferry.pullSecrets" . | nindent 0 }}
 securityContext:
   {{- include "kvferry.podSecurity" . | nindent 2 }}
@@ -440,6 +442,7 @@ workerGroupSpecs:
 {{- end -}}
 
 {{- define "kvferry.headPodSpec" -}}
+automountServiceAccountToken: false
 {{- include "kvferry.pullSecrets" . | nindent 0 }}
 securityContext:
   {{- include "kvferry.podSecurity" . | nindent 2 }}
