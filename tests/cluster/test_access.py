@@ -414,7 +414,11 @@ async def test_keys_appear_nowhere_in_clear(
                     for shown, status in ((key, 200), (wrong, 401)):
                         answer = await http.post("/v1/completions", json=BODY, headers=bearer(shown))
                         assert answer.status_code == status, answer.text
-                        bad = await http.post("/v1/completions", content=b"{", headers=bearer(shown))
+                        bad = await http.post(
+                            "/v1/completions",
+                            content=b"{",
+                            headers={**bearer(shown), "content-type": "application/json"},
+                        )
                         seen += [answer.text, str(answer.headers), bad.text, str(bad.headers)]
                         call = stub_on(channel).Generate(REQUEST, metadata=tuple(bearer(shown).items()))
                         if shown == key:

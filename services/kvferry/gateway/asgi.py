@@ -29,7 +29,7 @@ from kvferry.exposition import CONTENT_TYPE
 from kvferry.gateway.access import Access
 from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Admission, Claim, CountedRequest, Readiness
-from kvferry.gateway.browser_requests import require_json, require_local_page, require_one_host
+from kvferry.gateway.browser_requests import require_json, require_local_page
 from kvferry.gateway.connection_limits import ConnectionLimits, raise_descriptor_limit
 from kvferry.gateway.large_bodies import join
 from kvferry.gateway.metrics import GatewayMetrics
@@ -112,7 +112,6 @@ class HttpApp:
             raise RuntimeError(f"unexpected ASGI scope {scope['type']}")
         path, method = scope["path"], scope["method"]
         try:
-            require_one_host(scope["headers"])
             if self._access.checks_pages:
                 require_local_page(scope["headers"], self._config.allowed_hosts)
             match path:
