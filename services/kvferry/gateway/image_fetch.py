@@ -87,7 +87,7 @@ class ImageFetcher:
         targets = [(self._target(url, where), where) for url, where in urls]
         if self.num_fetches + len(targets) > self._config.max_fetches:
             raise Overloaded(
-                f"this gateway fetches {self.num_fetches} images, and the request names {len(targets)}; "
+                f"this gateway has no room to fetch the {len(targets)} images of this request now; "
                 f"gateway.images.max_fetches is {self._config.max_fetches}"
             )
         self.num_fetches += len(targets)

@@ -93,4 +93,4 @@ class Vocabulary:
         params.update_from_generation_config(
             self._model_config.try_get_generation_config(), self._tokenizer.eos_token_id
         )
-        return params.all_stop_token_ids
+        return set(params.all_stop_token_ids)
