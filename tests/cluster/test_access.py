@@ -100,7 +100,7 @@ def grpc_to(cluster: SimCluster, credentials: grpc.ChannelCredentials | None = N
 
 
 async def test_two_keys_in_one_request_are_refused(keys: Path) -> None:
-    key, other = new_key(keys, "acme", "ci"), new_key(keys, "other", "ci")
+    key, other = new_key(keys, "acme", "ci"), new_key(keys, "beta", "ci")
     async with running(gateway={"keys_file": str(keys)}) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
         assert (await http.get("/v1/models", headers=bearer(key))).status_code == 200
         both = [("authorization", f"Bearer {each}") for each in (key, other)]

@@ -23,7 +23,7 @@ from kvferry import plain_yaml
 from kvferry.config import check_pool_name
 from kvferry.errors import ConfigError
 from kvferry.file_signature import FileSignature, file_signature
-from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.names import check_name
 from kvferry.tenancy.records import KeyRecord, make_key
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ApiKey:
     pool: str = ""  # of workers that serve the tenant, also where it shows a token
 
     def __post_init__(self) -> None:
-        Namespace(self.tenant)
+        check_name(self.tenant)
         if self.pool:
             check_pool_name(self.pool)
         KeyRecord(name=self.name, sha256=self.sha256).check()
