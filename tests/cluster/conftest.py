@@ -204,5 +204,6 @@ async def connect(cluster: SimCluster) -> socket.socket:
 
 @pytest_asyncio.fixture
 async def http(cluster: SimCluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as client:
+    headers = {"content-type": "application/json"}  # also of bodies that httpx does not make
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S, headers=headers) as client:
         yield client

@@ -100,7 +100,7 @@ def grpc_to(cluster: SimCluster, credentials: grpc.ChannelCredentials | None = N
 
 
 async def test_two_keys_in_one_request_are_refused(keys: Path) -> None:
-    key, other = new_key(keys, "acme", "ci"), new_key(keys, "other", "ci")
+    key, other = new_key(keys, "acme", "ci"), new_key(keys, "beta", "ci")
     async with running(gateway={"keys_file": str(keys)}) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
         assert (await http.get("/v1/models", headers=bearer(key))).status_code == 200
         both = [("authorization", f"Bearer {each}") for each in (key, other)]
@@ -220,6 +220,39 @@ async def test_two_tenants_never_share_pages_nor_see_each_others_requests(keys: 
         path = f"/kvferry/v1/requests/{request_id}"
         assert (await http.get(path, headers=bearer(acme))).status_code == 200
         assert (await http.get(path, headers=bearer(beta))).status_code == 404
+
+
+async def test_a_tenant_learns_no_names_of_workers_and_nothing_of_their_load(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    key, operators = new_key(file, "acme", "ci"), new_key(file, "acme", "ops", operator=True)
+    other = new_key(file, "beta", "ci")
+    async with (
+        running(gateway={"keys_file": str(file), "placement": "priced"}) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
+    ):
+        workers = [host.worker_id for host, _ in cluster.workers]
+
+        async def look(shown: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+            headers = {**bearer(shown), "x-kvferry-debug": "disaggregate"}
+            answer = await http.post("/v1/completions", json=BODY, headers=headers)
+            found = await http.get(f"/kvferry/v1/requests/{answer.json()['id']}", headers=bearer(shown))
+            (request,) = found.json()["requests"]
+            return answer.json()["kvferry"], request, answer.text + found.text
+
+        debug, request, text = await look(operators)
+        assert {debug["prefill_worker"], debug["decode_worker"]} == set(workers)
+        assert request["choices"][0]["price"]["streams_ms"] >= 0
+        assert all(worker in text for worker in workers)
+        async with asyncio.TaskGroup() as others:
+            streams = [others.create_task(http.post("/v1/completions", json=BODY, headers=bearer(other)))]
+            debug, request, text = await look(key)
+        assert streams[0].result().status_code == 200
+        assert (debug["prefill_worker"], debug["decode_worker"]) == ("hidden", "hidden")
+        assert request["decode_worker"] == "hidden"
+        assert request["prompt_tokens_by_source"] == debug["prompt_tokens_by_source"]
+        (decision,) = request["choices"]
+        assert decision.keys() == {"reason", "prefill", "decode", "missing_tokens"}
+        assert not any(worker in text for worker in workers)
 
 
 async def test_a_client_certificate_lets_in_and_names_the_tenant(certificates: Certificates) -> None:
@@ -414,7 +447,11 @@ async def test_keys_appear_nowhere_in_clear(
                     for shown, status in ((key, 200), (wrong, 401)):
                         answer = await http.post("/v1/completions", json=BODY, headers=bearer(shown))
                         assert answer.status_code == status, answer.text
-                        bad = await http.post("/v1/completions", content=b"{", headers=bearer(shown))
+                        bad = await http.post(
+                            "/v1/completions",
+                            content=b"{",
+                            headers={**bearer(shown), "content-type": "application/json"},
+                        )
                         seen += [answer.text, str(answer.headers), bad.text, str(bad.headers)]
                         call = stub_on(channel).Generate(REQUEST, metadata=tuple(bearer(shown).items()))
                         if shown == key:

@@ -74,6 +74,7 @@ async def test_workers_are_named_to_operators_only(tmp_path: Path) -> None:
         ({"origin": "https://evil.example"}, 403),
         ({"host": "models.internal", "origin": "https://models.internal"}, 200),
         ({"content-type": "text/plain"}, 415),
+        ({"content-type": ""}, 415),
     ],
 )
 async def test_a_page_elsewhere_reaches_no_gateway_without_keys(headers: dict[str, str], status: int) -> None:
@@ -81,7 +82,9 @@ async def test_a_page_elsewhere_reaches_no_gateway_without_keys(headers: dict[st
         running(gateway={"allowed_hosts": ["models.internal"]}) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
-        answer = await http.post("/v1/completions", content=json.dumps(BODY), headers=headers)
+        answer = await http.post(
+            "/v1/completions", content=json.dumps(BODY), headers={"content-type": "application/json", **headers}
+        )
         assert answer.status_code == status, answer.text
         if status == 403:
             assert (await http.get("/metrics", headers=headers)).status_code == 403

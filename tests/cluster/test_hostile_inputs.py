@@ -27,6 +27,7 @@ from support.hostile_inputs import (
     BODIES,
     CALLS,
     CLOSED,
+    HEAD,
     MAX_BODY_BYTES,
     MAX_MODEL_LEN,
     MODEL,
@@ -198,7 +199,7 @@ async def slow_headers(gateway: Gateway) -> str:
 
 async def slow_body(gateway: Gateway) -> str:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n{")
+    writer.write(HEAD % 1000 + b"{")
     status, raw = await read_answer(reader)
     writer.transport.abort()
     return fault_of_error(status, raw) if status == 408 else f"{status} instead of 408"
@@ -207,7 +208,7 @@ async def slow_body(gateway: Gateway) -> str:
 async def leaves_at_once(gateway: Gateway) -> str:
     """Within headers, within a body, within an answer, and with half a connection."""
     body = json.dumps({**NEIGHBOUR, "n": 4}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = HEAD % len(body)
     for raw in (b"POST", head, head + body[:20], head + body):
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         writer.write(raw)

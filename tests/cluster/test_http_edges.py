@@ -17,6 +17,7 @@ from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.gateway.openai_bodies import MAX_CHOICES
 from kvferry.gateway.openai_responses import encode
 from kvferry.membership.base import MemberKind
+from support.hostile_inputs import HEAD
 from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
@@ -35,7 +36,12 @@ class Client:
         self.received: list[dict[str, Any]] = []
 
     def scope(self) -> dict[str, Any]:
-        return {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+        return {
+            "type": "http",
+            "path": "/v1/completions",
+            "method": "POST",
+            "headers": [(b"content-type", b"application/json")],
+        }
 
     async def receive(self) -> dict[str, Any]:
         if self._body is not None:
@@ -83,7 +89,7 @@ async def test_a_gateway_stops_though_a_client_does_not_read(cluster: SimCluster
     assert gateway is not None
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     body = json.dumps({**BODY, "logprobs": 5, "n": 8}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = HEAD % len(body)
     reader._transport.pause_reading()  # type: ignore[attr-defined]
     writer.write(head + body)
     await until(lambda: gateway.admission.num_in_flight == 1)
@@ -191,7 +197,7 @@ async def test_a_client_that_leaves_after_a_large_body_is_noticed(cluster: SimCl
     assert gateway is not None
     _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     body = json.dumps({**BODY, "user": "x" * (200 << 10)}).encode()
-    writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode())
+    writer.write(HEAD % len(body))
     await until(lambda: gateway.admission.num_in_flight == 1)
     # All in one read, so that much of it waits when the body ends.
     writer.write(body)
@@ -211,8 +217,7 @@ async def test_a_gateway_that_stops_at_once_ends_its_requests_quietly(caplog: py
         for body in (BODY, {**BODY, "stream": False}):
             raw = json.dumps(body).encode()
             clients.append(await asyncio.open_connection("127.0.0.1", gateway.port))
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            clients[-1][1].write(head + b"content-length: %d\r\n\r\n" % len(raw) + raw)
+            clients[-1][1].write(HEAD % len(raw) + raw)
         trickling = await trickled(gateway, 4096, 100)
         assert (await clients[0][0].readline()).startswith(b"HTTP/1.1 200")
         await until(lambda: gateway.admission.num_in_flight == 3, within_s=SOON_S)
@@ -229,8 +234,7 @@ async def test_a_gateway_that_stops_at_once_ends_its_requests_quietly(caplog: py
 async def trickled(gateway: GatewayHost, size: int, sent: int) -> asyncio.StreamWriter:
     """A request whose body has not come whole."""
     _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {size}\r\n\r\n"
-    writer.write(head.encode() + b" " * sent)
+    writer.write(HEAD % size + b" " * sent)
     return writer
 
 

@@ -106,6 +106,7 @@ async def test_a_request_loses_two_workers_at_most_and_is_refused_then(
         error = answer.json()["error"]
         assert error["code"] == "request_quarantined"
         assert "2 workers were lost" in error["message"]
+        assert not any(host.worker_id in error["message"] for host, _ in cluster.workers)
         assert num_dead(cluster) == 2
         assert cluster.metric('kvferry_quarantined_requests_total{when="first"}') == 1
 

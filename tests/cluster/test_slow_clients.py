@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from support.hostile_inputs import HEAD
 from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, connect, running
@@ -33,8 +34,7 @@ async def connect_without_reading(cluster: SimCluster, body: dict[str, Any]) -> 
     """A client with a small receive buffer that sends a request and reads nothing of the answer."""
     client = await connect(cluster)
     raw = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
-    await asyncio.get_running_loop().sock_sendall(client, head + raw)
+    await asyncio.get_running_loop().sock_sendall(client, HEAD % len(raw) + raw)
     return client
 
 
@@ -108,7 +108,7 @@ async def test_an_answer_behind_one_that_was_not_read_waits_for_it(cluster: SimC
     """Pipelined: the second answer begins while the connection is still full of the first."""
     assert cluster.gateway is not None
     body = json.dumps({**BODY, "max_tokens": 300}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    head = HEAD % len(body)
     reader, writer = await asyncio.open_connection("127.0.0.1", cluster.gateway.port, limit=1 << 24)
     writer.write((head + body) * 2)
     async with asyncio.timeout(SOON_S):

@@ -257,12 +257,14 @@ def test_it_is_switched_off_where_it_differs(monkeypatch: pytest.MonkeyPatch, ca
 
 @pytest.mark.parametrize("prompt", [[1, 2, 10_000_000], [[1], [10_000_000]]])
 async def test_token_ids_that_the_model_does_not_know_are_refused(renderer: VllmRenderer, prompt: list[Any]) -> None:
-    with pytest.raises(InvalidRequest, match="10000000 is out of vocabulary") as refused:
+    with pytest.raises(
+        InvalidRequest, match="prompt: 10000000 is not a token id of this model, which has 49152"
+    ) as refused:
         await renderer.render_completion({"prompt": prompt})
     assert refused.value.param == "prompt"
 
 
-@pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids"])
+@pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids", "stop_token_ids"])
 async def test_token_ids_of_sampling_are_in_the_vocabulary(renderer: VllmRenderer, field: str) -> None:
     last = json.loads((model_folder.resolve("default") / "config.json").read_text())["vocab_size"] - 1
 

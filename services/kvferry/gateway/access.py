@@ -12,6 +12,7 @@ from kvferry.gateway.jwt_tokens import JwtTokens, looks_like_jwt
 from kvferry.gateway.key_file import KeyFile
 from kvferry.gateway.tenant_directory import TenantDirectory
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant, Tenants
+from kvferry.tenancy.names import check_claimed_name, check_name
 from kvferry.tenancy.records import KEY_PREFIX, TenantRecord
 
 _SCHEME = "bearer"
@@ -63,6 +64,8 @@ class Access:
             raise PermissionDenied("this key reads metrics and targets, and nothing else")
         try:
             record = self._record(shown)
+            is_claimed = record is None and not shown.is_in_file
+            (check_claimed_name if is_claimed else check_name)(shown.tenant)
             if record is None:
                 pool = "" if self._keys is None else self._keys.pool_of(shown.tenant)
                 return self._tenants.named(shown.tenant, 0, shown.group, pool=pool)
@@ -86,7 +89,9 @@ class Access:
             )
 
     def is_operator(self, authorization: str | None, client_name: str | None) -> bool:
-        """Raises as `identify`."""
+        """Return whether the client may read what is of all tenants, and names of workers. Raises as `identify`."""
+        if self.is_open:
+            return True
         shown = self._shown(authorization, client_name)
         self._record(shown)
         return shown.is_operator

@@ -121,7 +121,7 @@ class Claim:
             pass
         if admission.num_body_bytes + num_bytes > admission.max_body_bytes:
             raise Overloaded(
-                f"bodies of {admission.num_body_bytes} bytes are in flight; "
+                f"this gateway has no room for {num_bytes} bytes of this body now; "
                 f"gateway.max_pending_body_bytes is {admission.max_body_bytes}"
             )
         self.num_body_bytes += num_bytes
@@ -162,7 +162,7 @@ class Claim:
             )
         if admission.num_prompt_tokens + num_tokens > admission.max_prompt_tokens:
             raise Overloaded(
-                f"{admission.num_prompt_tokens} prompt tokens are in flight and this request has {num_tokens}; "
+                f"this gateway has no room for the {num_tokens} prompt tokens of this request now; "
                 f"gateway.max_prompt_tokens is {admission.max_prompt_tokens}"
             )
         admission.require_tenants_part(
@@ -185,7 +185,7 @@ class Claim:
         if num_more > 0:
             if admission.num_image_bytes + num_more > admission.max_image_bytes:
                 raise Overloaded(
-                    f"images of {admission.num_image_bytes} bytes are in flight and this request has {num_more} more; "
+                    f"this gateway has no room for {num_more} bytes of images of this request now; "
                     f"gateway.images.max_pending_mib allows {admission.max_image_bytes}"
                 )
             admission.require_tenants_part(
@@ -450,9 +450,10 @@ class Admission:
             )
         held, left = self._held.get((tenant, what), 0) + num_wanted, most - num_taken - num_wanted
         if held > left:
+            # Never with what is left: it says what other tenants have in flight.
             raise TenantOverloaded(
                 f"with this request the tenant would have {held} {what} in flight at this gateway, "
-                f"and {left} of {most} would be left for others"
+                f"more than would be left of {most} for others"
             )
 
     def count(self, tenant: str, what: str, num_more: int) -> None:
@@ -491,8 +492,7 @@ class Admission:
 
     def too_many_choices(self, num_wanted: int) -> Overloaded:
         return Overloaded(
-            f"this gateway has room for {max(0, self.max_choices - self.num_choices)} more choices, and this request "
-            f"has {num_wanted}: {self.num_choices} are in flight, gateway.max_requests is {self.max_choices}"
+            f"this gateway has no room for {num_wanted} more choices now; gateway.max_requests is {self.max_choices}"
         )
 
     def _missing(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import ssl
 import time
@@ -29,7 +30,7 @@ from kvferry.exposition import CONTENT_TYPE
 from kvferry.gateway.access import Access
 from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Admission, Claim, CountedRequest, Readiness
-from kvferry.gateway.browser_requests import require_json, require_local_page, require_one_host
+from kvferry.gateway.browser_requests import require_json, require_local_page
 from kvferry.gateway.connection_limits import ConnectionLimits, raise_descriptor_limit
 from kvferry.gateway.large_bodies import join
 from kvferry.gateway.metrics import GatewayMetrics
@@ -38,6 +39,7 @@ from kvferry.gateway.openai_endpoint import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.openai_responses import DONE, error_body, error_chunk
 from kvferry.gateway.request_timeouts import RequestTimeouts
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
+from kvferry.gateway.shown_records import for_tenant
 from kvferry.gateway.stream_writer import StreamWriter, keep_alive, open_stream_writer
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
 from kvferry.gateway.unread_answers import Connection, UnreadAnswers
@@ -112,7 +114,6 @@ class HttpApp:
             raise RuntimeError(f"unexpected ASGI scope {scope['type']}")
         path, method = scope["path"], scope["method"]
         try:
-            require_one_host(scope["headers"])
             if self._access.checks_pages:
                 require_local_page(scope["headers"], self._config.allowed_hosts)
             match path:
@@ -142,7 +143,7 @@ class HttpApp:
                     await _respond(send, 200, await self._read_targets())
                 case _ if path.startswith(EXPLAIN_PATH):
                     _allow(method, "GET")
-                    found = self._explain(path.removeprefix(EXPLAIN_PATH), self._identify(scope))
+                    found = self._explain(path.removeprefix(EXPLAIN_PATH), scope)
                     await _respond(send, 200, found)
                 case _ if path.startswith("/v1/models/"):
                     _allow(method, "GET")
@@ -192,7 +193,7 @@ class HttpApp:
         readiness = self._read_readiness()
         try:
             tenant = self._identify(scope)
-            reads_all = self._access.is_open or self._access.is_operator(*self._shown(scope))
+            reads_all = self._access.is_operator(*self._shown(scope))
         except KvferryError:
             return readiness.for_strangers()
         return readiness if reads_all else readiness.for_tenant(tenant.pool)
@@ -209,11 +210,14 @@ class HttpApp:
         exchange = exchange_of(scope)
         return authorization, exchange.client_name if exchange is not None else None
 
-    def _explain(self, answer_id: str, tenant: Tenant) -> bytes:
+    def _explain(self, answer_id: str, scope: Message) -> bytes:
         """Return the recorded placements of an answer. Raises RouteNotFound for an unknown id."""
+        tenant = self._identify(scope)
         requests = self.openai.explain(answer_id, tenant) if self.openai is not None else []
         if not requests:
             raise RouteNotFound(f"this gateway remembers no request {answer_id!r}")
+        if not self._access.is_operator(*self._shown(scope)):
+            requests = [for_tenant(request) for request in requests]
         return msgspec.json.encode({"requests": requests})
 
     async def _generate(self, endpoint: str, scope: Message, receive: Receive, send: Send) -> None:
@@ -233,6 +237,8 @@ class HttpApp:
                 exchange = exchange_of(scope)
                 counted.body = await self._read_body(scope, exchange, receive, counted.claim)
                 debug = _read_debug(scope["headers"])
+                if debug.show and self._access.is_operator(*self._shown(scope)):
+                    debug = dataclasses.replace(debug, shows_all=True)
                 async with _ClientWatch(exchange, receive) as client_watch:
                     await self._serve(endpoint, exchange, send, client_watch, counted, tenant=tenant, debug=debug)
                 counted.status = "200"

@@ -1,10 +1,12 @@
-"""Refusals of requests that a web page may make its reader's browser send to a gateway without keys."""
+"""Refusals of requests that a web page may make its reader's browser send."""
 
-# A page cannot show a key, but it reaches a listener on loopback: under the page's own name, where its DNS answers with
-# 127.0.0.1 (`Host`), or blindly, as a form does (`Origin`, `Content-Type`).
+# A page cannot show a key, but its reader's browser shows a client certificate, and reaches a listener on loopback:
+# under the page's own name, where its DNS answers with 127.0.0.1 (`Host`), or blindly, as a form does (`Origin`,
+# `Content-Type`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from kvferry.addresses import is_loopback
@@ -12,8 +14,8 @@ from kvferry.errors import InvalidRequest, PermissionDenied, UnsupportedMediaTyp
 
 Headers = Sequence[tuple[bytes, bytes]]
 
-# What a browser sends without asking the server first.
-_FORM_TYPES = frozenset({"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
+_TYPE = b"content-type"
+_JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.-]+\+)?json")
 
 
 def require_local_page(headers: Headers, allowed_hosts: Sequence[str]) -> None:
@@ -35,23 +37,34 @@ def require_local_page(headers: Headers, allowed_hosts: Sequence[str]) -> None:
                 )
 
 
-def require_one_host(headers: Headers) -> None:
-    """Raises InvalidRequest for several `Host` lines, of which every reader may choose another."""
-    is_seen = False
-    for name, _ in headers:
-        if name == b"host":
-            if is_seen:
-                raise InvalidRequest("more than one host header")
-            is_seen = True
+def require_host(headers: Headers, url: bytes, *, is_needed: bool) -> None:
+    """Raises InvalidRequest for several `Host` lines, one that is needed and missing, and a URL of another host.
+
+    Of these every proxy in front may read another host than the checks here (RFC 9112, 3.2).
+    """
+    hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
+    if len(hosts) > 1:
+        raise InvalidRequest("more than one host header")
+    if is_needed and not hosts:
+        raise InvalidRequest("no host header, which HTTP/1.1 requires")
+    _, scheme_ends, rest = url.partition(b"?")[0].partition(b"://")
+    if scheme_ends and not url.startswith(b"/"):
+        authority = rest.partition(b"/")[0].decode("latin-1")
+        if not hosts or _host_of(authority) != _host_of(hosts[0]):
+            raise InvalidRequest("the request line's URL has another host than the host header")
 
 
 def require_json(headers: Headers) -> None:
-    """Raises UnsupportedMediaType for a body that says that it is a form's or plain text."""
-    for name, value in headers:
-        if name == b"content-type":
-            kind = value.decode("latin-1").partition(";")[0].strip().lower()
-            if kind in _FORM_TYPES:
-                raise UnsupportedMediaType(f"content-type {kind!r} is not read here; send application/json")
+    """Raises UnsupportedMediaType unless a body's type is JSON's, as vLLM asks too.
+
+    A page may send forms, plain text and bodies without a type to any host without asking it first: one that takes
+    client certificates would spend the reader's tokens.
+    """
+    kinds = [value.decode("latin-1").partition(";")[0].strip().lower() for name, value in headers if name == _TYPE]
+    for kind in kinds or [""]:
+        if not _JSON_TYPE.fullmatch(kind):
+            named = f"content-type {kind[:64]!r} is not read here" if kind else "the body has no content-type"
+            raise UnsupportedMediaType(f"{named}; send content-type: application/json")
 
 
 def _host_of(authority: str) -> str:

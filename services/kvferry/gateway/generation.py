@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from kvferry.config import entry_of, is_of_entry
+from kvferry.config import is_of_entry
 from kvferry.engine.base import (
     Asker,
     CacheSalt,
@@ -26,6 +26,7 @@ from kvferry.errors import EngineError
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.request_trace import RequestTrace
+from kvferry.gateway.shown_records import record_values
 from kvferry.gateway.tenants import Tenant
 from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.link.remote_request import OnOutput, OnText
@@ -296,23 +297,6 @@ def refuse_abort(output: EngineOutput) -> None:
     """Raises EngineError for a last output without a proper finish reason."""
     if output.finish_reason is FinishReason.ABORT:
         raise EngineError("the engine aborted the request")
-
-
-def record_values(record: RequestRecord) -> dict[str, Any]:
-    return {
-        "reason": record.reason,
-        **({"pool": entry_of(record.pool)} if record.pool else {}),
-        **({"adapter": record.adapter} if record.adapter else {}),
-        "prefill_worker": record.prefill_worker,
-        "decode_worker": record.decode_worker,
-        "prefill_failure": record.prefill_failure or None,
-        "lost_workers": record.lost_workers,
-        "continued_after": record.continued_after,
-        "ferried_pages": record.transferred_pages,
-        "ferried_bytes": record.transferred_bytes,
-        "prompt_tokens_by_source": structs.asdict(record.sources),
-        **({} if record.cached is None else {"cached_prompt_tokens_by_tier": record.cached.by_tier()}),
-    }
 
 
 def _wrap_int64(value: int) -> int:

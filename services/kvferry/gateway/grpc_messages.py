@@ -100,7 +100,7 @@ class MessageReads:
 
     def _shorten_longest_line(self, newest: str) -> None:
         """Make room in line for a call of `newest`. Raises Overloaded if no other connection has more."""
-        refusal = Overloaded(f"{self._num_waiting} calls wait for their messages to be read")
+        refusal = Overloaded(f"{self._max_waiting} calls wait for their messages to be read, the limit of this gateway")
         peer, line = max(self._lines.items(), key=lambda item: len(item[1]))
         if len(line) <= len(self._lines.get(newest, ())) + 1:
             raise refusal

@@ -22,6 +22,25 @@ _MAX_ADDRESSES = 4  # of a host, that are tried one after the other
 _RESOLVERS = 4  # threads: a resolver that does not answer holds no other work of the gateway
 _PORTS = {"http": 80, "https": 443}
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# Beside the tables of `ipaddress`, which differ by version of Python and do not know what clouds serve to their own
+# machines: Azure's wire server lies in a public network.
+_NOT_PUBLIC = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "192.0.0.0/24",  # IETF protocols; Oracle's metadata of machines, 192.0.0.192
+            "192.88.99.0/24",  # relays of 6to4, which are no more
+            "100.64.0.0/10",  # shared by carriers; Alibaba's metadata, 100.100.100.200
+            "168.63.129.16/32",  # Azure's wire server
+            "64:ff9b:1::/48",  # local translation to IPv4
+            "100::/64",  # discarded
+            "2001::/23",  # IETF protocols
+            "2001:db8::/32",  # documentation, as the next
+            "3fff::/20",
+            "5f00::/16",  # segment routing
+        ),
+    )
+)
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # Returns the addresses of a host and port as texts. Raises OSError.
@@ -68,7 +87,7 @@ class ImageFetcher:
         targets = [(self._target(url, where), where) for url, where in urls]
         if self.num_fetches + len(targets) > self._config.max_fetches:
             raise Overloaded(
-                f"this gateway fetches {self.num_fetches} images, and the request names {len(targets)}; "
+                f"this gateway has no room to fetch the {len(targets)} images of this request now; "
                 f"gateway.images.max_fetches is {self._config.max_fetches}"
             )
         self.num_fetches += len(targets)
@@ -223,7 +242,7 @@ class ImageFetcher:
 
 
 def is_public(address: Address) -> bool:
-    """Look also at an IPv4 address in one of IPv6."""
+    """Return whether an address is of the internet. Looks also at an IPv4 address in one of IPv6."""
     if isinstance(address, ipaddress.IPv6Address):
         carried = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
         if carried is None and address in _NAT64:
@@ -232,6 +251,8 @@ def is_public(address: Address) -> bool:
             return is_public(carried)
         if address.is_site_local:  # private networks of before 2004; `is_global` takes them for public
             return False
+    if any(address in network for network in _NOT_PUBLIC):
+        return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 

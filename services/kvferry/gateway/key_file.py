@@ -24,7 +24,7 @@ from kvferry import plain_yaml
 from kvferry.config import check_pool_name
 from kvferry.errors import ConfigError
 from kvferry.file_signature import FileSignature, file_signature
-from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.names import check_name
 from kvferry.tenancy.records import KeyRecord, make_key
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ApiKey:
     metrics: bool = False  # may read metrics and targets alone
 
     def __post_init__(self) -> None:
-        Namespace(self.tenant)
+        check_name(self.tenant)
         if self.operator and self.metrics:
             raise ValueError("a key is for operators, or for metrics alone")
         if self.pool:

@@ -19,7 +19,7 @@ from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.canary import beginning_of
 from kvferry.gateway.chat_images import ChatImages, image_parts
-from kvferry.gateway.generation import Gathered, Generation, asker_of, record_values, refuse_abort
+from kvferry.gateway.generation import Gathered, Generation, asker_of, refuse_abort
 from kvferry.gateway.json_values import MAX_VALUES, check_num_values
 from kvferry.gateway.large_bodies import in_thread_if_large, join
 from kvferry.gateway.metrics import GatewayMetrics
@@ -36,11 +36,11 @@ from kvferry.gateway.openai_bodies import (
 from kvferry.gateway.openai_parsed_responses import NamedCallFormat, ParsedChatFormat
 from kvferry.gateway.openai_responses import DONE, ChatFormat, CompletionFormat, Format, encode, error_chunk
 from kvferry.gateway.request_trace import RequestTrace
+from kvferry.gateway.shown_records import explained, for_tenant
 from kvferry.gateway.stream_writer import StreamWriter
 from kvferry.gateway.tenants import Tenant
 from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.router.dispatch import Dispatcher
-from kvferry.router.policy import explain
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class Debug:
     """`x-kvferry-debug`: `show` adds the request's record to the answer, `disaggregate` forces a prefill worker."""
 
     show: bool = False
+    shows_all: bool = False  # to an operator
     disaggregate: bool = False
 
 
@@ -166,14 +167,7 @@ class OpenAI:
     def explain(self, answer_id: str, tenant: Tenant) -> list[dict[str, Any]]:
         """Return the placements of a tenant's answer, one per choice, or empty."""
         return [
-            {
-                "request_id": record.request_id,
-                **record_values(record),
-                "error_code": record.error_code or None,
-                "unequal_pages": record.unequal_pages or None,
-                "num_preemptions": record.num_preemptions,
-                "choices": [explain(placement) for placement in record.placements],
-            }
+            explained(record)
             for record in self._dispatcher.recent(answer_id)
             if (record.tenant, record.owner) == (tenant.name, tenant.cache_salt)
         ]
@@ -307,7 +301,10 @@ class Answer:
             writer.write(events)
 
     def _debug_values(self) -> dict[str, Any] | None:
-        return self._generation.debug_values() if self._debug.show else None
+        if not self._debug.show:
+            return None
+        values = self._generation.debug_values()
+        return values if self._debug.shows_all else for_tenant(values)
 
 
 class _Streamed:

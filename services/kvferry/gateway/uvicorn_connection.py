@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvferry.addresses import describe_client
 from kvferry.errors import HeadersTimeout, HeadersTooLarge, InvalidRequest, KvferryError, Overloaded, UrlTooLong
+from kvferry.gateway.browser_requests import require_host
 from kvferry.gateway.connection_limits import ConnectionLimits
 from kvferry.gateway.openai_responses import error_body
 from kvferry.gateway.tls import common_name
@@ -229,6 +230,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._end_timer()
         if self.parser.get_http_version() not in ("1.0", "1.1"):
             self._stop_parser(InvalidRequest("only HTTP/1.1 and HTTP/1.0 are spoken here"))
+        try:
+            require_host(self.headers, self.url, is_needed=self.parser.get_http_version() == "1.1")
+        except InvalidRequest as fault:
+            self._stop_parser(fault)
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop_parser(Overloaded(f"over {MAX_PIPELINED} requests wait on this connection"))
         self._is_upgrade = self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)

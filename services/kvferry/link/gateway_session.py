@@ -279,7 +279,7 @@ class GatewaySession:
                 log.warning("request %s cannot be read: %s", message.request_id, error)
                 refusal = InvalidRequest(f"the worker cannot read this request: {error}")
         if refusal is None and request.is_suspect and not self._worker.begin_trial((self, number)):
-            refusal = Overloaded("another request under which an engine was lost is on this worker")
+            refusal = Overloaded("another request under which an engine was lost is on a worker")
             self.send_stats()  # the worker itself is not full
         if refusal is not None:
             self._refuse(number, refusal)

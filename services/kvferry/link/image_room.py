@@ -25,8 +25,7 @@ class ImageRoom:
         if not (num_bytes and self.num_bytes) or self.num_bytes + num_bytes <= self._max_bytes:
             return None
         return Overloaded(
-            f"{self.num_bytes} bytes of images wait at this worker, and the request has {num_bytes}; "
-            f"the limit is {self._max_bytes}"
+            f"a worker has no room for {num_bytes} bytes of images of this request now; the limit is {self._max_bytes}"
         )
 
 

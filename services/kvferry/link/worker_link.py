@@ -120,7 +120,7 @@ class WorkerLink:
         without asking.
         """
         if not self.connected:
-            raise WorkerLost(f"worker {self.member.member_id} is not connected")
+            raise WorkerLost("a worker is not connected")
         number = self._next_number
         self._next_number += 1
         place = Place(self, number, self.generation)
@@ -152,7 +152,7 @@ class WorkerLink:
         `on_text` gets outputs of only tokens and text. A place that was reserved on an earlier connection is none.
         """
         if not self.connected:
-            raise WorkerLost(f"worker {self.member.member_id} is not connected")
+            raise WorkerLost("a worker is not connected")
         number = self._next_number
         if place is not None and place.generation == self.generation:
             number = place.number
@@ -308,7 +308,7 @@ class WorkerLink:
                 case "welcome" if not self.connected:
                     if message.welcome.worker_id != self.member.member_id:
                         # Another process took the port of a worker that is gone.
-                        self._give_up(f"{self.member.address} is now {message.welcome.worker_id}")
+                        self._give_up("another worker has its address now")
                         return
                     peer, own = identity_of(message.welcome), self.identity.current()
                     why_not = why_incompatible(own, peer) or why_refused(message.welcome, self.member.pool)
@@ -370,10 +370,10 @@ class WorkerLink:
         requests, self._requests = self._requests, {}
         for answer in self._reserving.values():
             if not answer.done():
-                answer.set_exception(WorkerLost(f"worker {self.member.member_id} was lost: {reason}"))
+                answer.set_exception(WorkerLost(f"a worker was lost: {reason}"))
         self._number_to_on_orphan.clear()
         for remote in requests.values():
-            remote.deliver(WorkerLost(f"worker {self.member.member_id} was lost: {reason}", has_vanished=has_vanished))
+            remote.deliver(WorkerLost(f"a worker was lost: {reason}", has_vanished=has_vanished))
         if was_connected:
             log.warning("worker %s lost with %d requests: %s", self.member.member_id, len(requests), reason)
             self._on_change()

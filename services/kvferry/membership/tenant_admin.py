@@ -18,8 +18,8 @@ from kvferry.membership.base import Member, MemberKind, Membership, Record
 from kvferry.membership.retry import RetryPolicy
 from kvferry.tenancy import records
 from kvferry.tenancy.limits import LimitName, shown
+from kvferry.tenancy.names import check_name
 from kvferry.tenancy.namespace import MAX_EPOCH, Namespace
-from kvferry.tenancy.outcome import OTHER
 from kvferry.tenancy.records import KeyRecord, Purge, TenantRecord, make_key
 from kvferry.tenancy.terms import TIERS, TierTerms, check_floors, describe
 
@@ -79,7 +79,7 @@ class TenantAdmin:
 
     async def create(self, name: str, *, pool: str = "") -> TenantRecord:
         """Return the new tenant's record. A name that was deleted comes back with a new epoch."""
-        _refuse_other(name)
+        _check_name(name)
         await self._require_gateways_know_pools(pool)
         known = await self._patiently(lambda: self._store.read_all(records.TENANTS))
         if name not in known and len(known) >= records.MAX_TENANTS:
@@ -300,7 +300,7 @@ class TenantAdmin:
     async def apply(self, wanted: Sequence[TenantRecord], *, prune: bool) -> list[Change]:
         """Make tenants those of `wanted`; with `prune` delete all others. Return what was changed."""
         for record in wanted:
-            _refuse_other(record.name)
+            _check_name(record.name)
         await self._require_gateways_know_pools(*(record.pool for record in wanted))
         changes = await self.differences(wanted, prune=prune)
         changed = {change.tenant for change in changes}
@@ -414,9 +414,11 @@ def _path(name: str) -> str:
     return f"{records.TENANTS}/{name}"
 
 
-def _refuse_other(name: str) -> None:
-    if name == OTHER:
-        raise ConfigError(f"tenant {name!r}: metrics have the sum of tenants that they do not name under it")
+def _check_name(name: str) -> None:
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise ConfigError(str(error)[:200]) from None
 
 
 def _decode(name: str, value: bytes) -> TenantRecord:

@@ -252,13 +252,13 @@ class _RequestRun:
         link = router.workers.link(worker)
         try:
             if link is None:
-                raise WorkerLost(f"worker {worker} is gone")
+                raise WorkerLost("a worker is gone")
             holder = link.member
             async with asyncio.timeout(router.prefill_timeout_s):
                 last = await self._last_output(link, prompt)
         except TimeoutError:
             self._placer.failed.give_up_prefill()
-            self._note_fallback("timeout", f"prefill took over {router.prefill_timeout_s:g} s", prompt, span)
+            self._note_fallback(worker, "timeout", f"prefill took over {router.prefill_timeout_s:g} s", prompt, span)
             return None
         except (RequestError, Quarantined):
             raise
@@ -274,11 +274,11 @@ class _RequestRun:
         except KvferryError as error:
             self._placer.failed.add_prefill(link)
             cause = error.code if error.code in FALLBACK_CAUSES else "error"
-            self._note_fallback(cause, error.message, prompt, span)
+            self._note_fallback(worker, cause, error.message, prompt, span)
             return None
         if last.transfer_params is None:
             self._placer.failed.give_up_prefill()
-            self._note_fallback("no_transfer", "the prefill engine kept nothing", prompt, span)
+            self._note_fallback(worker, "no_transfer", "the prefill engine kept nothing", prompt, span)
             return None
         record.prefill_worker = worker
         record.prefill_sources = last.sources or NO_SOURCES
@@ -321,17 +321,20 @@ class _RequestRun:
                     self._router.losses.blame(self._placer.digest, losses, now_s)
             self._record.lost_workers = (*self._record.lost_workers, worker)
             if losses.are_too_many:
-                lost = ", ".join(losses.workers)
+                # Which ones say the log and the record. Tenants learn no names of workers.
+                log.warning("%s were lost under request %s", ", ".join(losses.workers), self._record.request_id)
                 raise Quarantined(
-                    f"{len(losses.workers)} workers were lost while they computed this request ({lost}); {NOT_TRIED}; "
+                    f"{len(losses.workers)} workers were lost while they computed this request; {NOT_TRIED}; "
                     f"the last one: {error.message}"
                 ) from None
             raise
         finally:
             self._router.losses.end(engine, losses)
 
-    def _note_fallback(self, cause: str, message: str, request: EngineRequest, span: Span | None) -> None:
-        log.warning("request %s: %s; another worker computes the prompt", request.request_id, message)
+    def _note_fallback(
+        self, worker: MemberId, cause: str, message: str, request: EngineRequest, span: Span | None
+    ) -> None:
+        log.warning("request %s: %s: %s; another worker computes the prompt", request.request_id, worker, message)
         self._router.metrics.prefill_fallbacks.labels(cause=cause).inc()
         self._record.prefill_failure = message
         if span is not None:

@@ -123,8 +123,8 @@ class RoomQueue:
             wait_s = self.completions.wait_s(self._num_expected_before(turn) + 1, now_s)
             if wait_s is not None and wait_s > ends_s - now_s:
                 raise self.refusal(
-                    f"room on a worker is expected in {wait_s:.1f} s, and this request may wait for "
-                    f"{max(0.0, ends_s - now_s):.1f} s",
+                    f"all workers are full, and no room is expected within the {max(0.0, ends_s - now_s):.1f} s that "
+                    "this request may wait",
                     turn=turn,
                 )
         if not len(self):
@@ -138,16 +138,16 @@ class RoomQueue:
         room = self._max_requests - len(self)
         if room <= 0:
             raise self.refusal(
-                f"all workers are full, and the line for room has no place left: {len(self)} choices wait; "
-                f"gateway.max_queued_requests is {self._max_requests}. If they are this request's, send fewer",
+                "all workers are full, and the line for room has no place left; gateway.max_queued_requests is "
+                f"{self._max_requests} choices. If they are this request's, send fewer",
                 turn=turn,
             )
         # So the line never fills with one tenant's requests.
         num_own = len(self._lines.get(_tenant_of(turn), ()))
         if turn is not None and num_own >= room:
             raise self.refusal(
-                f"all workers are full, and {num_own} choices of this tenant wait in line, which has {room} places "
-                f"left for others; gateway.max_queued_requests is {self._max_requests}",
+                f"all workers are full, and {num_own} choices of this tenant wait in line, as many as places are left "
+                f"for others or more; gateway.max_queued_requests is {self._max_requests}",
                 turn=turn,
             )
 

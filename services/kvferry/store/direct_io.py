@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from kvferry.store.layout import ALIGNMENT
 
+log = logging.getLogger(__name__)
+
+_DESCRIPTORS = "/proc/self/fd/%d"
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_NOATIME = getattr(os, "O_NOATIME", 0)
 
@@ -25,10 +29,16 @@ def aligned_buffer(num_bytes: int) -> memoryview:
 
 
 class DirectIo:
-    """Thread-safe. Paths are absolute. Raises the kernel's OSError."""
+    """Thread-safe. Paths are absolute. Raises the kernel's OSError.
+
+    Below the folders in `root`, where it is set, no operation goes through a symbolic link, which would lead out of a
+    volume. Links in place of folders are removed, and what is asked for is absent then.
+    """
 
     def __init__(self) -> None:
         self.is_direct = False
+        self.root = ""
+        self._real: dict[str, str] = {}  # folders in `root`, which may be links, and where they lead
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {'direct' if self.is_direct else 'buffered'}>"
@@ -52,9 +62,43 @@ class DirectIo:
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (_O_DIRECT if self.is_direct else 0)
         if flags & os.O_ACCMODE == os.O_RDONLY:
             # Access times are the order of evictions: only `VolumeFiles.record_use` sets them.
-            with contextlib.suppress(PermissionError):  # of another owner's file
-                return os.open(path, flags | _O_NOATIME)
-        return os.open(path, flags, 0o600)
+            with contextlib.suppress(PermissionError), self.folder_of(path) as (folder, name):  # of another owner
+                return os.open(name, flags | _O_NOATIME, dir_fd=folder)
+        with self.folder_of(path) as (folder, name):
+            return os.open(name, flags, 0o600, dir_fd=folder)
+
+    @contextlib.contextmanager
+    def folder_of(self, path: str) -> Iterator[tuple[int | None, str]]:
+        """Yield a descriptor of a file's folder, for `dir_fd`, and the file's name there."""
+        if not path.startswith(f"{self.root}/") or not self.root:
+            yield None, path
+            return
+        folder, _, name = path.rpartition("/")
+        fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._require_below(fd, folder)
+            yield fd, name
+        finally:
+            os.close(fd)
+
+    def _require_below(self, fd: int, folder: str) -> None:
+        # One call, where a descriptor of each folder on the way would be two for each.
+        real = os.readlink(_DESCRIPTORS % fd)  # noqa: PTH115
+        first, *names = folder[len(self.root) + 1 :].split("/")
+        where = f"{self.root}/{first}"
+        below = folder[len(where) :]
+        if real == self._real.get(where, "") + below:
+            return
+        self._real[where] = os.path.realpath(where)
+        if real == self._real[where] + below:
+            return
+        for name in names:
+            where = f"{where}/{name}"
+            if os.path.islink(where):  # noqa: PTH114
+                log.warning("%s is a symbolic link in place of a folder, and is removed", where)
+                os.unlink(where)  # noqa: PTH108
+                break
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(fd, buffers, offset)
@@ -63,10 +107,12 @@ class DirectIo:
         return os.pwritev(fd, buffers, offset)
 
     def rename(self, source: str, target: str) -> None:
-        os.rename(source, target)  # noqa: PTH104
+        with self.folder_of(source) as (folder, name), self.folder_of(target) as (target_folder, target_name):
+            os.rename(name, target_name, src_dir_fd=folder, dst_dir_fd=target_folder)
 
     def unlink(self, path: str) -> None:
-        os.unlink(path)  # noqa: PTH108
+        with self.folder_of(path) as (folder, name):
+            os.unlink(name, dir_fd=folder)
 
     def read(self, fd: int, buffers: Sequence[memoryview]) -> int:
         """Read from the file's start. Return the number of bytes."""

@@ -39,6 +39,7 @@ class VolumeFiles:
         self.root = str(path)
         self.writer = writer
         self.io = io
+        io.root = self.root
         self.buffers = ThreadBuffers()
         self.temporary = f"{self.root}/{paths.TEMPORARY}/{writer}"
         self.volume_id = ""  # known once the volume is open
@@ -74,9 +75,9 @@ class VolumeFiles:
             os.utime(self.writer_lock, (0, 0))
 
     def record_use(self, path: str, used_ns: int) -> None:
-        with contextlib.suppress(OSError):
-            modified_ns = os.lstat(path).st_mtime_ns
-            os.utime(path, ns=(used_ns, modified_ns), follow_symlinks=False)
+        with contextlib.suppress(OSError), self.io.folder_of(path) as (folder, name):
+            modified_ns = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime_ns
+            os.utime(name, ns=(used_ns, modified_ns), dir_fd=folder, follow_symlinks=False)
 
     def is_absent(self, error: OSError) -> bool:
         return error.errno == errno.ENOENT and self.is_mounted()
@@ -133,16 +134,23 @@ class VolumeFiles:
         status = os.lstat(path)
         if status.st_size <= num_bytes or not stat.S_ISREG(status.st_mode):
             return status.st_size
-        os.truncate(path, num_bytes)
+        fd = self.io.open(path, os.O_WRONLY)
+        try:
+            os.ftruncate(fd, num_bytes)
+        finally:
+            os.close(fd)
         return num_bytes
 
     def _make_folder_of(self, path: str) -> None:
         *folders, _ = path.removeprefix(f"{self.root}/").split("/")
+        folder.unlink_link(Path(self.root, *folders[:2]))
         if not Path(self.root, *folders[:2]).exists():
             self._make_own_folders()
         for depth in range(3, len(folders) + 1):
+            made = Path(self.root, *folders[:depth])
+            folder.unlink_link(made)
             with contextlib.suppress(FileExistsError):
-                Path(self.root, *folders[:depth]).mkdir(0o700)
+                made.mkdir(0o700)
 
     def _make_own_folders(self) -> None:
         # They exist since `open`. Where locks are kept on one node only, another node may have removed them meanwhile.

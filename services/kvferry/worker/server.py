@@ -247,17 +247,17 @@ class WorkerServer:
 
     def refusal(self, tenant: str = "", *, is_resumed: bool = False, has_place: bool = False) -> KvferryError | None:
         if self.draining and not has_place:
-            return WorkerDraining(f"worker {self._worker_id} is draining")
+            return WorkerDraining("a worker is draining")
         if self.died.is_set():
             # Not EngineDead: this request had no part in it, and is not to be counted among those that had.
-            return WorkerDraining(f"worker {self._worker_id} leaves: {self.why_died}")
+            return WorkerDraining(f"a worker leaves: {self.why_died}")
         if self._on_trial is not None and not (has_place or is_resumed):
-            return Overloaded(f"worker {self._worker_id} has a request under which an engine was lost, and no other")
+            return Overloaded("a worker has a request under which an engine was lost, and no other")
         # Answers that lost their worker are there already, and their clients have part of them.
         limit = _RESUMED_SHARE * self._max_requests if is_resumed else self._max_requests
         if not has_place and self.num_requests >= limit:
             return Overloaded(
-                f"worker {self._worker_id} has {self._max_requests} requests, its limit",
+                f"a worker has {self._max_requests} requests, its limit",
                 retry_after_s=self._retry_after_s(),
             )
         if self._turns is None or not tenant or has_place or is_resumed:
@@ -268,7 +268,7 @@ class WorkerServer:
             num_held = sum(session.num_requests_of(tenant) for session in self._sessions)
             if num_held >= room:
                 return TenantOverloaded(
-                    f"worker {self._worker_id} has {num_held} requests of this tenant, {room} places left for others",
+                    f"a worker has {num_held} requests of this tenant, as many as places are left for others or more",
                     retry_after_s=self._retry_after_s(),
                 )
         return None

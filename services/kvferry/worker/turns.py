@@ -270,7 +270,7 @@ class _Prompts:
         waiting = _Waiting(request, turn, lambda: self._ms_per_token)
         limit = self._queue.add(waiting, _now_s(), is_continued=request.is_resumed)
         if limit is not None:
-            raise Overloaded(f"{self._queue.num_requests} requests wait at this worker: {limit.value}")
+            raise Overloaded(f"too many requests wait at a worker (worker.{limit.value})")
         self.waiting_tokens += num_tokens
         added_s = _now_s()
         self._feed()

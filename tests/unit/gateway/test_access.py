@@ -8,9 +8,9 @@ import pytest
 
 from kvferry.config import GatewayConfig, ServerTlsConfig
 from kvferry.engine.base import TierHints
-from kvferry.errors import NotReady, PermissionDenied, Unauthenticated
+from kvferry.errors import ConfigError, NotReady, PermissionDenied, Unauthenticated
 from kvferry.gateway.access import Access
-from kvferry.gateway.key_file import new_key
+from kvferry.gateway.key_file import KeyFile, new_key
 from kvferry.gateway.tenant_directory import TenantDirectory
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant, Tenants
 from kvferry.membership.base import RecordChanged, Records
@@ -53,9 +53,33 @@ def test_a_certificate_names_its_tenant_where_there_are_no_keys() -> None:
     assert access.identify(None, "acme") == Tenant("acme", secret=SECRET)
     with pytest.raises(Unauthenticated, match="client certificate"):
         access.identify("Bearer x", None)
-    for name in ("", "Acme Corp", "../etc"):
+    for name in ("", "Acme Corp", "../etc", "other", "default"):
         with pytest.raises(PermissionDenied, match="no tenant"):
             access.identify(None, name)
+
+
+async def test_names_with_a_meaning_of_their_own_are_not_for_everybody(tmp_path: Path) -> None:
+    """`other` is a sum of metrics, and `default` the tenant of clients that nobody identifies."""
+    file = tmp_path / "keys.yaml"
+    with pytest.raises(ConfigError, match="tenant 'other': metrics have the sum"):
+        new_key(file, "other", "ci")
+    key = new_key(file, "default", "ci")  # as the chart's first one
+    access = Access(GatewayConfig(keys_file=file), Tenants(SECRET), tokens=_TokenOf("default"))  # type: ignore[arg-type]
+    assert access.identify(f"Bearer {key}", None).name == "default"
+    for name in ("other", "default"):
+        access = Access(GatewayConfig(keys_file=file), Tenants(SECRET), tokens=_TokenOf(name))  # type: ignore[arg-type]
+        with pytest.raises(PermissionDenied, match=f"no tenant: tenant '{name}'"):
+            access.identify("Bearer a.b.c", None)
+    file.write_text(file.read_text().replace("'default'", "'other'"))
+    with pytest.raises(ConfigError, match="entry 1: tenant 'other'"):
+        KeyFile(file)
+    # A tenant of that name that an operator created is as any other one.
+    directory = TenantDirectory(MemoryMembership(MemoryRegistry()).records)
+    await directory.follower.take(Records({}))
+    await directory.follower.take(RecordChanged("default", encode(TenantRecord(name="default", epoch=7))))
+    config = GatewayConfig(tls=CERTIFICATES, tenants_in_etcd=False)
+    created = Access(config, Tenants(SECRET), directory).identify(None, "default")
+    assert created.cache_salt not in ("", DEFAULT_TENANT.cache_salt)
 
 
 def test_with_both_both_are_needed_and_the_key_names_the_tenant(tmp_path: Path) -> None:

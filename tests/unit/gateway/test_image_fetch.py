@@ -146,6 +146,10 @@ PRIVATE = [
     "255.255.255.255", "::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:169.254.169.254",
     "2002:7f00:1::", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "fe80::1%eth0", "240.0.0.1",
     "fec0::1",
+    # Of clouds, and what the tables of some versions of Python do not have.
+    "192.0.0.192", "192.0.0.10", "168.63.129.16", "100.100.100.200", "fd00:ec2::254", "fd20:ce::254", "3fff::1",
+    "3fff:fff::1", "192.88.99.1", "5f00::1", "2001:20::1", "64:ff9b:1::808:808", "::ffff:168.63.129.16",
+    "2002:a83f:8110::", "64:ff9b::c000:c0",
 ]  # fmt: skip
 
 
@@ -157,7 +161,10 @@ async def test_a_host_with_a_private_address_is_refused(address: str) -> None:
     assert address not in text
 
 
-@pytest.mark.parametrize("address", ["93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c", "64:ff9b::5db8:d70e"])
+@pytest.mark.parametrize(
+    "address",
+    ["93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c", "64:ff9b::5db8:d70e", "168.63.129.17", "192.0.1.1"],
+)
 def test_addresses_of_the_internet_are_public(address: str) -> None:
     assert is_public(ipaddress.ip_address(address))
 

@@ -69,10 +69,10 @@ def test_memory_that_is_not_aligned_works_too(tmp_path: Path) -> None:
 def test_where_direct_io_is_refused_it_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really_open = os.open
 
-    def without_direct(path: str, flags: int, mode: int = 0o777) -> int:
+    def without_direct(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument", path)
-        return really_open(path, flags, mode)
+        return really_open(path, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", without_direct)
     io = DirectIo()

@@ -361,3 +361,59 @@ def test_chunks_of_a_writer_that_is_back_stay(opened: Opened, monkeypatch: pytes
     assert get(back[0], 7) is Outcome.OK
     for volume in (living, back[0]):
         volume.close()
+
+
+def facts_below(folder: Path) -> dict[Path, tuple[int, int, int]]:
+    found = {file: file.lstat() for file in folder.rglob("*")}
+    return {
+        file: (
+            status.st_ino,
+            status.st_mtime_ns,
+            0 if file.is_dir() else status.st_atime_ns,
+        )  # listing changes a folder's
+        for file, status in found.items()
+    }
+
+
+@pytest.mark.parametrize("level", range(4), ids=["keys", "namespace", "layout", "writer"])
+def test_nothing_goes_through_a_link_in_place_of_a_folder(opened: Opened, tmp_path: Path, level: int) -> None:
+    """Neither reads, writes, evictions and times of use, nor the folders that a write makes."""
+    outside, empty_one = tmp_path / "outside", tmp_path / "empty"
+    empty_one.mkdir()
+    volume = opened(chunks=4)
+    put(volume, 1, 2)
+    assert get(volume, 1) is Outcome.OK
+    keys = path_of(volume, 1, "local").parent
+    linked = [keys, *keys.parents][level]
+    linked.rename(outside)
+    before = facts_below(outside)
+
+    def link(target: Path) -> None:
+        shutil.rmtree(linked, ignore_errors=True)
+        linked.symlink_to(target)
+
+    link(outside)
+    volume.record()
+    assert get(volume, 1) is Outcome.GONE
+    assert not linked.is_symlink()
+    for target in (outside, empty_one):
+        link(target)
+        put(volume, 1)
+        assert get(volume, 1) is Outcome.OK
+        assert not linked.is_symlink()
+        put(volume, 3, 4, 5, 6, 7)  # evicts it
+        assert get(volume, 1) is Outcome.MISSING
+    assert facts_below(outside) == before
+    assert not list(empty_one.iterdir())
+
+
+def test_a_folder_of_all_writers_may_be_a_link(opened: Opened, tmp_path: Path) -> None:
+    """An operator may have put it on another drive."""
+    volume = opened()
+    volume.close()
+    (volume.path / paths.CHUNKS).rename(tmp_path / "elsewhere")
+    (volume.path / paths.CHUNKS).symlink_to(tmp_path / "elsewhere")
+    volume = opened()
+    put(volume, 1)
+    assert get(volume, 1) is Outcome.OK
+    assert (volume.path / paths.CHUNKS).is_symlink()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -58,6 +59,7 @@ from kvferry.engine.vllm.draft_model import DraftModel
 from kvferry.engine.vllm.engine_folder import EngineFolder
 from kvferry.engine.vllm.rope_overrides import check_rope_theta
 from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator, structured_outputs_config
+from kvferry.engine.vllm.vocabulary import Vocabulary
 from kvferry.engine.vllm.weight_loading import check_load_format
 from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, UnsupportedEngine
@@ -127,6 +129,10 @@ class VllmEngine:
         if self._info is None:
             raise EngineError("the engine was not started")
         return self._info
+
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self._llm.model_config, self._llm.output_processor.tokenizer)
 
     async def start(self) -> None:
         run_dir = os.environ.get("KVFERRY_RUN_DIR")
@@ -291,7 +297,7 @@ class VllmEngine:
         new_floors = self._new_floors
         self._num_queued_prompt_tokens += num_queued
         try:
-            prompt = _prompt(request, llm)
+            prompt = _prompt(request, llm, self._vocabulary)
             request = without_features(request)
             if request.continued is not None:
                 self._continuations.expect(request_id, request.continued, request.sampling.min_tokens)
@@ -470,10 +476,13 @@ def _transfer_params(request: EngineRequest) -> dict[str, Any] | None:
     return dict(request.transfer_params) if request.transfer_params is not None else None
 
 
-def _prompt(request: EngineRequest, llm: Any) -> Any:
+def _prompt(request: EngineRequest, llm: Any, vocabulary: Vocabulary) -> Any:
     """Return vLLM's input. Raises InvalidRequest."""
     from vllm.inputs.engine import tokens_input
 
+    # Gateways of earlier releases let ids pass that would end the engine's process.
+    vocabulary.check_prompt("prompt", request.prompt_token_ids)
+    vocabulary.check_sampling(request.sampling)
     validate_adapter(request)
     validate_continuation(request)
     validate_images(request)

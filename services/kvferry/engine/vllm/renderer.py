@@ -9,7 +9,7 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ from kvferry.engine.vllm.plain_prompts import (
 )
 from kvferry.engine.vllm.render_loop import RenderLoop
 from kvferry.engine.vllm.vllm_prompts import VllmPrompts
+from kvferry.engine.vllm.vocabulary import Vocabulary
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,9 @@ class VllmRenderer:
         # No text of more characters fits the context. Not every tokenizer knows it.
         chars_per_token = getattr(self._vllm.online.renderer.get_tokenizer(), "max_chars_per_token", None)
         self._max_chars = self._max_model_len * int(chars_per_token) if chars_per_token else None
-        self._vocabulary_size = int(config.get_vocab_size())
+        self._vocabulary = Vocabulary(config, self._vllm.online.renderer.get_tokenizer())
+        if mismatch := self._vocabulary.mismatch:
+            log.warning("%s", mismatch)
         self._plain_parse = self._parse_of_plain()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="render")
         self._turns = FairTurns(1, MAX_WAITING, f"{MAX_WAITING} texts wait to be rendered, the limit of this gateway")
@@ -289,20 +292,13 @@ class VllmRenderer:
         self._check_num_chars(num_of_users, "messages")
         await self._check_beginning(of_users, "messages", asker)
 
-    def _check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
-        """Raises InvalidRequest for ids that engines would refuse, with all of them in the message."""
-        if token_ids and (largest := max(token_ids)) >= self._vocabulary_size:
-            raise InvalidRequest(
-                f"{field}: {largest} is not a token id of this model (0 to {self._vocabulary_size - 1})", param=field
-            )
-
     async def _ask_chats(self, body: Mapping[str, Any]) -> Sequence[Rendered]:
         return [await self._vllm.chat(body)]
 
     def _within_context(self, rendered: Rendered, requested: int | None, field: str) -> RenderedPrompt:
         sampling = rendered.sampling
-        self._check_token_ids("allowed_token_ids", sampling.allowed_token_ids)
-        self._check_token_ids("logit_bias", sampling.logit_bias)
+        self._vocabulary.check_prompt(field, rendered.token_ids)
+        self._vocabulary.check_sampling(sampling)
         num_prompt_tokens = len(rendered.token_ids)
         if num_prompt_tokens > self._max_model_len:
             raise ContextLengthExceeded(

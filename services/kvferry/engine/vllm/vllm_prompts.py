@@ -85,8 +85,6 @@ class VllmPrompts:
 
         plain = {key: value for key, value in body.items() if key != "max_tokens"}
         rendered = await self._render(self.serving.render_completion_request, CompletionRequest, plain)
-        if isinstance(body["prompt"], list):
-            self._check_vocabulary(rendered)
         return [self._as_rendered(one) for one in rendered]
 
     def require_image_processor(self) -> None:
@@ -109,16 +107,6 @@ class VllmPrompts:
         if params.allowed_token_ids:
             check_allowed_tokens(params, self.model_config, self.online.renderer)
         return Rendered(array("I", request.token_ids), from_vllm(params))
-
-    def _check_vocabulary(self, rendered: Sequence[Any]) -> None:
-        """vLLM leaves this to the engine, which cannot name the field."""
-        from vllm.exceptions import VLLMClientError
-
-        for request in rendered:
-            try:
-                self.online.renderer.validate_token_ids(request.token_ids)
-            except VLLMClientError as error:
-                raise InvalidRequest(f"prompt: {error}", param="prompt") from None
 
     async def _render(self, render: Any, kind: Any, body: Mapping[str, Any]) -> Any:
         from vllm import envs
