@@ -38,10 +38,8 @@ def require_local_page(headers: Headers, allowed_hosts: Sequence[str]) -> None:
 
 
 def require_host(headers: Headers, url: bytes, *, is_needed: bool) -> None:
-    """Raises InvalidRequest for several `Host` lines, one that is needed and missing, and a URL of another host.
-
-    Of these every proxy in front may read another host than the checks here (RFC 9112, 3.2).
-    """
+    """Raises InvalidRequest for several `Host` lines, one that is needed and missing, and a URL of another host."""
+    # Of these every proxy in front may read another host than the checks here (RFC 9112, 3.2).
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
     if len(hosts) > 1:
         raise InvalidRequest("more than one host header")
@@ -55,11 +53,9 @@ def require_host(headers: Headers, url: bytes, *, is_needed: bool) -> None:
 
 
 def require_json(headers: Headers) -> None:
-    """Raises UnsupportedMediaType unless a body's type is JSON's, as vLLM asks too.
-
-    A page may send forms, plain text and bodies without a type to any host without asking it first: one that takes
-    client certificates would spend the reader's tokens.
-    """
+    """Raises UnsupportedMediaType unless a body's type is JSON's."""
+    # As vLLM does. A page may send forms, plain text and bodies without a type to any host without asking it first: one
+    # that takes client certificates would spend the reader's tokens.
     kinds = [value.decode("latin-1").partition(";")[0].strip().lower() for name, value in headers if name == _TYPE]
     for kind in kinds or [""]:
         if not _JSON_TYPE.fullmatch(kind):

@@ -164,7 +164,7 @@ class UsageLog:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError for a folder to which every user may write, also usage records."""
+    """Raise ConfigError for a folder to which every user may write."""
     # Its group may: volumes of Kubernetes belong to one. Others that only read it see no more than names of files.
     with contextlib.suppress(OSError):  # one that cannot be used is found at the first write
         if folder.stat().st_mode & stat.S_IWOTH:

@@ -83,7 +83,7 @@ async def _ensure(channel: grpc.aio.Channel, config: MembershipConfig, password:
 
 
 async def _revoke_wider(auth: AuthService, role: str, prefix: str) -> None:
-    """Revoke rights of `role` to more than `prefix`, such as to keys of other clusters."""
+    # Rights to more than the prefix, such as to keys of other clusters.
     begin, end = prefix.encode(), prefix_range_end(prefix)
     for right in (await auth.role_get(role, timeout=CALL_TIMEOUT_S)).perm:
         covers = right.key <= begin and (right.range_end == b"\0" or right.range_end >= end)  # 0: without an end

@@ -108,7 +108,6 @@ def make_description(path: Path, now_s: float, cluster: str) -> Description:
 
 @contextlib.contextmanager
 def _draft(path: Path, description: Description) -> Iterator[Path]:
-    """Yield a file of our own with it, and remove what is left of it."""
     draft = path / f".{paths.DESCRIPTION}-{secrets.token_hex(4)}"
     try:
         with draft.open("wb") as out:

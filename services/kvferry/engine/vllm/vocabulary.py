@@ -22,7 +22,6 @@ _MAX_TEXT_CHARS = 40
 
 class Vocabulary:
     def __init__(self, model_config: Any, tokenizer: Any) -> None:
-        """Take vLLM's ModelConfig and the model's tokenizer, as vLLM makes it."""
         self.num_ids = int(model_config.get_vocab_size())
         self._num_in_tokenizer = int(tokenizer.max_token_id) + 1
         self._model_config = model_config
@@ -33,7 +32,7 @@ class Vocabulary:
 
     @property
     def mismatch(self) -> str:
-        """Which tokens of the tokenizer the model does not have; empty where it has all."""
+        # Which tokens of the tokenizer the model does not have.
         if self._num_in_tokenizer <= self.num_ids:
             return ""
         return (
@@ -42,13 +41,13 @@ class Vocabulary:
         )
 
     def check_prompt(self, field: str, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequest for a prompt with an id that the model does not have."""
+        """Raises InvalidRequest for an id that the model does not have."""
         if len(token_ids):
             # Ten times as fast as `max` for an array, which a long prompt is.
             self._check(field, int(numpy.max(token_ids)) if isinstance(token_ids, array) else max(token_ids))
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Raises InvalidRequest for parameters that name such an id, or have one by their texts."""
+        """Raises InvalidRequest for such an id, also of a parameter's text."""
         self.check("allowed_token_ids", sampling.allowed_token_ids)
         self.check("logit_bias", sampling.logit_bias)
         self.check("stop_token_ids", sampling.stop_token_ids)
@@ -59,7 +58,6 @@ class Vocabulary:
                 self.check("min_tokens", self._end_ids)
 
     def check(self, field: str, token_ids: Collection[int]) -> None:
-        """Raises InvalidRequest, which names the largest."""
         if token_ids:
             self._check(field, max(token_ids))
 
