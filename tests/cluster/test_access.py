@@ -425,7 +425,7 @@ async def test_keys_appear_nowhere_in_clear(
 ) -> None:
     """Not in logs, metrics, answers, the registry, the configuration or what is dumped of it; whole or in part."""
     caplog.set_level(logging.DEBUG)
-    key, wrong = new_key(keys, "acme", "ci"), "kvf_" + "w" * 43
+    key, wrong = new_key(keys, "acme", "ci", operator=True), "kvf_" + "w" * 43
     with EtcdServer(tmp_path) as etcd:
         async with running(gateway={"keys_file": str(keys)}) as cluster:
             seen: list[str] = []
@@ -460,7 +460,9 @@ async def test_keys_appear_nowhere_in_clear(
                             seen += [str(made), (await http.get(path, headers=bearer(key))).text]
                         else:
                             seen.append(str(await refused(call)))
-                    seen.append((await http.get("/metrics")).text)
+                    metrics = await http.get("/metrics", headers=bearer(key))
+                    assert metrics.status_code == 200
+                    seen.append(metrics.text)
                 seen.append(await etcd.ctl("get", "", "--from-key"))
                 assert gateway.gateway_id in seen[-1], "the registry was not looked at"
                 assert worker.worker_id in seen[-1]

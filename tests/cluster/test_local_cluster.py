@@ -51,7 +51,7 @@ def machine() -> Iterator[Machine]:
 
 def test_up_answers_and_down_leaves_nothing(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It asks for a key, which commands find in their environment, and the curl line in its shell's.
-    key = new_key(tmp_path / "keys.yaml", "acme", "it")
+    key = new_key(tmp_path / "keys.yaml", "acme", "it", operator=True)
     monkeypatch.setenv(KEY_VARIABLE, key)
     with Collector() as collector:
         check_up_and_down(machine, collector, tmp_path / "keys.yaml", key)
@@ -81,6 +81,7 @@ def status_of_all(machine: Machine) -> dict[str, Any]:
 
 
 def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, key: str) -> None:
+    shown_key = {"authorization": f"Bearer {key}"}
     settings = (f"gateway.keys_file={keys_file}", "log_level=DEBUG", f"tracing.endpoint={collector.endpoint}")
     up = machine.up(*(part for setting in settings for part in ("--set", setting)))
     assert up.returncode == 0, up.stdout + up.stderr
@@ -144,7 +145,7 @@ def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, k
     assert gateway["address"] == f"127.0.0.1:{machine.port}"
 
     # Prometheus finds everybody through the gateway.
-    targets = httpx.get(f"{machine.url}/kvferry/v1/targets").json()
+    targets = httpx.get(f"{machine.url}/kvferry/v1/targets", headers=shown_key).json()
     addresses = sorted(member["metrics_address"] for member in status["members"])
     assert sorted(target["targets"][0] for target in targets) == addresses
     names = {"gateway": "kvferry_requests_total", "prefill": "kvferry_engine_steps_total"}
@@ -183,7 +184,9 @@ def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, k
     assert [path for path in searched if secret in path.read_bytes()] == []
     for process in processes:
         assert secret not in Path(f"/proc/{process.pid}/environ").read_bytes()
-    assert secret.decode() not in httpx.get(f"{machine.url}/metrics", trust_env=False).text
+    metrics = httpx.get(f"{machine.url}/metrics", headers=shown_key, trust_env=False)
+    assert metrics.status_code == 200
+    assert secret.decode() not in metrics.text
     assert collector.raw
     assert secret not in b"".join(collector.raw)
 

@@ -44,6 +44,7 @@ class World:
     usage: Path
     secrets: dict[str, str]  # texts that must be nowhere, by what they are
     keys: dict[str, str] = field(default_factory=dict)
+    operators_key: str = ""
 
     def tenant(self, *arguments: str) -> str:
         ran = self.machine.run("tenant", *arguments)
@@ -77,8 +78,13 @@ class World:
                     text += last["choices"][0]["text"] if last.get("choices") else ""
         return text, last
 
+    def metrics(self) -> str:
+        answer = self.http.get("/metrics", headers={"authorization": f"Bearer {self.operators_key}"})
+        assert answer.status_code == 200
+        return answer.text
+
     def metric(self, name: str) -> float:
-        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        families = text_string_to_metric_families(self.metrics())
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
     def chunks_of(self, tenant: str) -> list[Path]:
@@ -108,6 +114,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             for name in ("acme", "beta", "doomed"):
                 world.keys[name] = world.tenant("create", name, "--key", "ci").strip()
                 kept[f"the key of {name}"] = world.keys[name]
+            world.operators_key = world.tenant("key", "new", "acme", "ops", "--operator").strip()
+            kept["the operators' key"] = world.operators_key
             wait_until(lambda: all(ready(world, name) for name in world.keys), what="tenants that are served")
             yield world
 
@@ -130,7 +138,7 @@ def counts(world: World) -> tuple[dict[str, float], dict[str, float]]:
     """Return generated tokens by role, and prompt tokens that an engine's tiers had."""
     generated: dict[str, float] = {}
     hits: dict[str, float] = {}
-    for family in text_string_to_metric_families(world.http.get("/metrics").text):
+    for family in text_string_to_metric_families(world.metrics()):
         for sample in family.samples:
             if sample.name == "kvferry_worker_generated_tokens_total":
                 generated[sample.labels["role"]] = sample.value
@@ -268,7 +276,7 @@ def test_no_secret_is_in_logs_metrics_records_or_status(world: World) -> None:
         "status": (status := world.machine.run("status", "--json")).stdout + status.stderr,
         "tenant show": world.tenant("show", "acme"),
         "tenant list": world.tenant("list", "--json"),
-        "metrics of the gateway": world.http.get("/metrics").text,
+        "metrics of the gateway": world.metrics(),
         "usage": world.tenant("usage", "--dir", str(world.usage)),
     }
     for member in json.loads(status.stdout)["members"]:
