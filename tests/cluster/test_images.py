@@ -150,7 +150,7 @@ def test_a_request_larger_than_the_room_has_it_alone() -> None:
     assert room.refusal(of(0)) is None
     refused = room.refusal(of(1))
     assert isinstance(refused, Overloaded)
-    assert refused.message == "11 bytes of images wait at this worker, and the request has 1; the limit is 10"
+    assert refused.message == "a worker has no room for 1 bytes of images of this request now; the limit is 10"
     for _ in range(2):
         large.leave()
         text.leave()

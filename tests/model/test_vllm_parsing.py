@@ -296,6 +296,8 @@ class SaidByVllm:
     """In place of AsyncLLM: gives what it was told to, and notes what it was asked with."""
 
     errored = False
+    model_config = SimpleNamespace(get_vocab_size=lambda: 49152)
+    output_processor = SimpleNamespace(tokenizer=SimpleNamespace(max_token_id=49151), external_req_ids=())
 
     def __init__(self, worker: Worker, start: int, *, aborts: bool = False) -> None:
         self._worker = worker
@@ -316,7 +318,7 @@ class SaidByVllm:
 async def outputs_of(llm: SaidByVllm, parsers: Parsers, request: EngineRequest) -> list[Any]:
     engine = VllmEngine("", MODEL, EngineConfig(), producer=False)
     engine._llm, engine._parsers = llm, parsers
-    engine._prompt_sources = SimpleNamespace(pop=lambda _: None)
+    engine._prompt_sources = SimpleNamespace(get=lambda _: None, pop=lambda _: None)
     engine._continuations = SimpleNamespace(expect=lambda *_: None, forget=lambda _: None)
     processor = SimpleNamespace(model_config=None, structured_outputs_config=None, tokenizer=None)
     engine._validator = StructuredOutputValidator(SimpleNamespace(input_processor=processor))
