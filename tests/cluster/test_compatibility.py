@@ -40,7 +40,10 @@ async def readiness(cluster: SimCluster) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"name": "another"}, "its cluster is 'another', and here it is 'kvferry'"),
+        (
+            {"name": "another", "membership": {"prefix": "/kvferry/clusters/another"}},
+            "its cluster is 'another', and here it is 'kvferry'",
+        ),
         ({"model": {"served_name": "other-model"}}, "its model is 'other-model', and here it is 'sim-model'"),
         ({"model": {"revision": "r2"}}, "its weights revision is 'r2', and here it is 'r1'"),
     ],
