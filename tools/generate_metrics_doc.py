@@ -32,7 +32,7 @@ scrape_configs:
 ```
 
 Where the gateway has keys and is not on loopback, Prometheus shows one with `metrics: true`
-(`kvferry key new --metrics`): `authorization: {credentials_file: FILE}` below the entry of `http_sd_configs`. The
+(`kvferry key new --metrics`): `authorization: {type: Bearer, credentials_file: FILE}` below the entry of `http_sd_configs`. The
 listeners of section `metrics` have no keys but, with `metrics.tls`, certificates: `scheme: https` and `tls_config` with
 `ca_file`, `cert_file` and `key_file`.
 

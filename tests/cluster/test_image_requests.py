@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kvferry.config import ClusterConfig
-from kvferry.engine.base import ChatImage, RenderedPrompt
+from kvferry.engine.base import ANYBODY, Asker, ChatImage, RenderedPrompt
 from kvferry.engine.sim import SimRenderer
 from support.waiting import PATIENCE_S, until
 
@@ -39,9 +39,9 @@ class ImageRenderer(SimRenderer):
         return True
 
     async def render_chat(
-        self, body: Mapping[str, Any], images: Sequence[ChatImage] = (), *, salt: str = ""
+        self, body: Mapping[str, Any], images: Sequence[ChatImage] = (), *, asker: Asker = ANYBODY
     ) -> RenderedPrompt:
-        self.seen.append((body, list(images), salt))
+        self.seen.append((body, list(images), asker.salt))
         await self.may_render.wait()
         return await super().render_chat({**body, "messages": [{"role": "user", "content": "x"}]})
 
@@ -98,15 +98,16 @@ async def test_renderers_get_files_and_a_body_without_them() -> None:
         assert cluster.gateway.admission.num_image_bytes == 0
 
 
-async def test_refused_images_count_against_a_tenants_requests_and_refused_texts_do_not() -> None:
+async def test_refused_images_and_texts_count_against_a_tenants_requests() -> None:
     async with with_images(tenants_in_etcd=True) as (cluster, renderer, http):
         admin, gateway = admin_of(cluster), cluster.gateway
         assert gateway is not None
-        for name in ("acme", "beta"):
+        names = ("acme", "beta", "gamma")
+        for name in names:
             await admin.create(name)
             await admin.set_limits(name, {"requests_per_minute": 6.0})  # a burst of one
-        acme, beta = [bearer(await admin.add_key(name, "ci")) for name in ("acme", "beta")]
-        await until(lambda: all(knows_limit(gateway, name) for name in ("acme", "beta")))
+        acme, beta, gamma = [bearer(await admin.add_key(name, "ci")) for name in names]
+        await until(lambda: all(knows_limit(gateway, name) for name in names))
 
         async def send(key: dict[str, str], *parts: dict[str, Any], **more: Any) -> httpx.Response:
             return await http.post("/v1/chat/completions", json=body_of(*parts, **more), headers=key)
@@ -118,13 +119,13 @@ async def test_refused_images_count_against_a_tenants_requests_and_refused_texts
         assert "requests_per_minute is 6" in refused.json()["error"]["message"]
         assert not renderer.seen, "before an image costs anything"
         text = {"type": "text", "text": "x"}
-        for _ in range(3):
-            assert (await send(beta, text, max_tokens=10**6)).status_code == 400
-        assert (await send(beta, image(url_of(PNG)))).status_code == 200
-        assert (await send(beta, text)).status_code == 429, "one with images counts once"
+        assert (await send(beta, text, max_tokens=10**6)).status_code == 400
+        assert (await send(beta, text)).status_code == 429
+        assert (await send(gamma, image(url_of(PNG)))).status_code == 200
+        assert (await send(gamma, text)).status_code == 429, "one with images counts once"
         limits = gateway.identification.limits
         assert limits is not None
-        assert limits._by_tenant["beta"].num_choices == 0
+        assert [limits._by_tenant[name].num_choices for name in names] == [0, 0, 0]
 
 
 async def test_a_model_that_takes_none_says_so() -> None:

@@ -419,8 +419,9 @@ def test_pools_start_with_the_rest_and_are_named(machine: Machine) -> None:
     assert "decode of pool finance" in machine.run("status").stdout
     made = machine.run("tenant", "create", "bank", "--pool", "finance", "--key", "ci")
     assert (made.returncode, "503" in made.stderr) == (0, False), "its gateway knows the pool"
+    key = machine.run("tenant", "key", "new", "bank", "ops", "--operator").stdout.strip()
     body = {"model": MODEL, "prompt": "one two three four five six", "max_tokens": 8}
-    headers = {"x-kvferry-debug": "disaggregate", "authorization": f"Bearer {made.stdout.strip()}"}
+    headers = {"x-kvferry-debug": "disaggregate", "authorization": f"Bearer {key}"}
     answers: list[httpx.Response] = []
 
     def is_known() -> bool:

@@ -90,7 +90,7 @@ def prometheus(cluster: SimCluster, operator_key: str, tmp_path: Path) -> Iterat
     discovery = {
         "url": f"{cluster.url}/kvferry/v1/targets",
         "refresh_interval": "200ms",
-        "authorization": {"credentials_file": str(tmp_path / "operator.key")},
+        "authorization": {"type": "Bearer", "credentials_file": str(tmp_path / "operator.key")},
     }
     with PrometheusServer(tmp_path / "prometheus", [{"job_name": "kvferry", "http_sd_configs": [discovery]}]) as server:
         yield server

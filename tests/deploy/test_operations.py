@@ -42,7 +42,7 @@ OTHERS = {
     },
     "serve": {"deploy"},
     "ray": {"job", "drain-node", "start"},
-    "etcdctl": {"snapshot"},
+    "etcdctl": {"alarm", "compact", "defrag", "endpoint", "snapshot"},
     "etcdutl": {"snapshot"},
     "make": {"image", "test-image", "k8s-check"},
     "mmdebstrap": set(),
