@@ -31,9 +31,9 @@ scrape_configs:
       - url: http://127.0.0.1:8000/kvferry/v1/targets
 ```
 
-Where the gateway has keys and is not on loopback, Prometheus shows one with `metrics: true`
-(`kvferry key new --metrics`): `authorization: {type: Bearer, credentials_file: FILE}` below the entry of `http_sd_configs`. The
-listeners of section `metrics` have no keys but, with `metrics.tls`, certificates: `scheme: https` and `tls_config` with
+Where the gateway has keys, Prometheus shows one with `metrics: true` (`kvferry key new --metrics`):
+`authorization: {type: Bearer, credentials_file: FILE}` below the entry of `http_sd_configs`. The listeners of section
+`metrics` have no keys but, with `metrics.tls`, certificates: `scheme: https` and `tls_config` with
 `ca_file`, `cert_file` and `key_file`.
 
 Each target has the labels `member` (its id), `kind` (gateway, prefill, decode, keeper) and `node`. The same addresses
