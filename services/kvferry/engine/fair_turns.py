@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from kvferry.engine.base import TenantName
 from kvferry.errors import Overloaded
+
+R = TypeVar("R")
 
 
 class FairTurns:
@@ -24,6 +28,21 @@ class FairTurns:
 
     def __repr__(self) -> str:
         return f"<FairTurns free={self.num_free} waiting={self.num_waiting} of {len(self._lines)} tenants>"
+
+    async def run(self, tenant: TenantName, work: Callable[[], Coroutine[Any, Any, R]]) -> R:
+        """Wait for a turn and return what `work` returns; it keeps its turn until it ends, also after a cancellation.
+
+        Raises Overloaded, and what `work` raises.
+        """
+        await self.begin(tenant)
+        running = asyncio.create_task(work())
+        running.add_done_callback(self._end_turn)
+        return await asyncio.shield(running)
+
+    def _end_turn(self, running: asyncio.Task[Any]) -> None:
+        self.end()
+        if not running.cancelled():
+            running.exception()  # its client may have left
 
     async def begin(self, tenant: TenantName) -> None:
         """Wait for a turn, to be given back by `end`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from array import array
@@ -132,18 +131,8 @@ class ImageChats:
     async def render(self, body: Mapping[str, Any], images: Sequence[ChatImage], asker: Asker) -> RenderedPrompt:
         """Raises InvalidRequest, ContextLengthExceeded, Overloaded and NotReady."""
         salt = asker.salt
-        await self._turns.begin(asker.tenant)
-        asking: asyncio.Task[Verdict] | None = None
-        try:
-            asked = self._asked(images, salt)
-            payload = msgspec.msgpack.encode(ImageChat(json.dumps(body).encode(), tuple(asked)))
-            # Its fork runs on after a client has left, and has its turn until then.
-            asking = asyncio.create_task(self._process.ask(payload))
-            asking.add_done_callback(self._end_turn)
-        finally:
-            if asking is None:
-                self._turns.end()
-        verdict = await asyncio.shield(asking)
+        # Its fork runs on after a client has left, and has its turn until then.
+        asked, verdict = await self._turns.run(asker.tenant, lambda: self._ask(body, images, salt))
         if verdict.outcome is not Outcome.OK:
             self.outcomes[verdict.outcome] += 1
             raise self._refusal(verdict)
@@ -156,10 +145,12 @@ class ImageChats:
             raise by_code().get(chat.code, InvalidRequest)(chat.message, param=chat.param)
         return self._rendered(chat, asked, salt)
 
-    def _end_turn(self, asking: asyncio.Task[Verdict]) -> None:
-        self._turns.end()
-        if not asking.cancelled():
-            asking.exception()  # all that asked may have left
+    async def _ask(
+        self, body: Mapping[str, Any], images: Sequence[ChatImage], salt: CacheSalt
+    ) -> tuple[list[AskedImage], Verdict]:
+        asked = self._asked(images, salt)
+        payload = msgspec.msgpack.encode(ImageChat(json.dumps(body).encode(), tuple(asked)))
+        return asked, await self._process.ask(payload)
 
     def _asked(self, images: Sequence[ChatImage], salt: CacheSalt) -> list[AskedImage]:
         digests = [self.digest_of(image.data) for image in images]

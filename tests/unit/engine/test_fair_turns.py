@@ -91,3 +91,21 @@ async def test_no_turn_is_lost_whoever_leaves(seed: int) -> None:
     assert all(isinstance(each, Overloaded | asyncio.CancelledError | None) for each in results)
     assert {"b", "c"} <= set(order)
     assert (turns.num_free, turns.num_waiting, turns._lines) == (3, 0, {})
+
+
+async def test_work_whose_client_left_keeps_its_turn_until_it_ends() -> None:
+    turns, began, may_end = FairTurns(1, 10, "full"), asyncio.Event(), asyncio.Event()
+
+    async def work() -> bool:
+        began.set()
+        return await may_end.wait()
+
+    left = asyncio.create_task(turns.run("a", work))
+    await began.wait()
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert turns.num_free == 0
+    may_end.set()
+    assert await asyncio.wait_for(turns.run("b", work), 10)
+    assert turns.num_free == 1

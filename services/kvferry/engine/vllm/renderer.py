@@ -9,7 +9,7 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -173,7 +173,7 @@ class VllmRenderer:
                 rendered = structs.replace(rendered, parse=self._plain_parse)
         if rendered is None:
             await self._check_asked_grammar(body)
-            rendered = await self._in_turn(asker, self._loop.run(self._vllm.chat(body)))
+            rendered = await self._turns.run(asker.tenant, lambda: self._loop.run(self._vllm.chat(body)))
             await self._check_grammars(body, [rendered])
         return self._within_context(rendered, requested, "messages")
 
@@ -198,7 +198,7 @@ class VllmRenderer:
             if rendered is not None:
                 return rendered
         await self._check_asked_grammar(body)
-        asked = await self._in_turn(asker, self._loop.run(self._vllm.completions(body)))
+        asked = await self._turns.run(asker.tenant, lambda: self._loop.run(self._vllm.completions(body)))
         await self._check_grammars(body, asked)
         return [self._within_context(one, requested, "prompt") for one in asked]
 
@@ -230,26 +230,10 @@ class VllmRenderer:
     ) -> R:
         if num_chars <= MOST_CHARS_AT_ONCE:
             return render(body)
-        return await self._in_turn(asker, self._in_thread(functools.partial(render, body)))
+        return await self._turns.run(asker.tenant, lambda: self._in_thread(functools.partial(render, body)))
 
     async def _in_thread(self, work: Callable[[], R]) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    async def _in_turn(self, asker: Asker, work: Coroutine[Any, Any, R]) -> R:
-        # It has its turn until it is done, also after its client has left.
-        try:
-            await self._turns.begin(asker.tenant)
-        except BaseException:
-            work.close()
-            raise
-        running = asyncio.create_task(work)
-        running.add_done_callback(self._end_turn)
-        return await asyncio.shield(running)
-
-    def _end_turn(self, running: asyncio.Task[Any]) -> None:
-        self._turns.end()
-        if not running.cancelled():
-            running.exception()  # its client may have left
 
     def _check_num_chars(self, num_chars: int, param: str) -> None:
         """Refuse, before templates and tokenizers copy it, a text that cannot fit."""
@@ -270,7 +254,7 @@ class VllmRenderer:
         else:
             return
         beginning = "".join(parts)
-        num_tokens = await self._in_turn(asker, self._in_thread(lambda: plain.num_tokens(beginning)))
+        num_tokens = await self._turns.run(asker.tenant, lambda: self._in_thread(lambda: plain.num_tokens(beginning)))
         if num_tokens > self._max_model_len + _DIFFERENT_TOKENS:
             raise too_many_tokens(self._max_model_len, most, num_tokens, param)
 
