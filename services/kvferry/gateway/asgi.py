@@ -37,9 +37,9 @@ from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.models import Models
 from kvferry.gateway.openai_endpoint import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.openai_responses import DONE, error_body, error_chunk
+from kvferry.gateway.record_views import for_tenant
 from kvferry.gateway.request_timeouts import RequestTimeouts
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
-from kvferry.gateway.shown_records import for_tenant
 from kvferry.gateway.stream_writer import StreamWriter, keep_alive, open_stream_writer
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant
 from kvferry.gateway.unread_answers import Connection, UnreadAnswers

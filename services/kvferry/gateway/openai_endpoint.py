@@ -35,8 +35,8 @@ from kvferry.gateway.openai_bodies import (
 )
 from kvferry.gateway.openai_parsed_responses import NamedCallFormat, ParsedChatFormat
 from kvferry.gateway.openai_responses import DONE, ChatFormat, CompletionFormat, Format, encode, error_chunk
+from kvferry.gateway.record_views import explained, for_tenant
 from kvferry.gateway.request_trace import RequestTrace
-from kvferry.gateway.shown_records import explained, for_tenant
 from kvferry.gateway.stream_writer import StreamWriter
 from kvferry.gateway.tenants import Tenant
 from kvferry.gateway.token_timeouts import TokenTimeouts

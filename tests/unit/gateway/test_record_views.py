@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from kvferry.gateway.shown_records import HIDDEN, explained, for_tenant
+from kvferry.gateway.record_views import HIDDEN, explained, for_tenant
 from kvferry.membership.base import MemberId
 from kvferry.router.placement import Placement, Reason
 from kvferry.router.request_record import RequestRecord
