@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import mmap
 import os
 import signal
@@ -235,6 +236,60 @@ def test_memory_that_malloc_maps_and_does_not_use_does_not_count(monkeypatch: py
         for address in kept:
             free(address)
     assert (verdict.outcome, verdict.result) == (Outcome.OK, bytes(3))
+
+
+def _garbage(num_bytes: int) -> None:
+    """Leave a cycle that owns memory. The caller has disabled garbage collection."""
+    cycle: list[object] = [mapped(num_bytes)]
+    cycle.append(cycle)
+
+
+@pytest.mark.parametrize("payload", [b"abc", b"null"])
+def test_memory_that_is_gone_before_the_fork_works_does_not_count(
+    payload: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork = os.fork
+
+    def fork_and_collect() -> int:
+        if not (pid := fork()):
+            gc.collect()
+        return pid
+
+    gc.disable()
+    try:
+        _garbage(2 * MEMORY_BYTES)
+        monkeypatch.setattr(os, "fork", fork_and_collect)
+        verdict = run_in_fork(_end, payload, limits())
+    finally:
+        gc.enable()
+    assert verdict.outcome is (Outcome.OK if payload == b"abc" else Outcome.CRASHED)
+
+
+def test_a_fork_ends_nothing_that_the_process_has_as_garbage(tmp_path: Path) -> None:
+    """Else a fork would delete the process's temporary files, as an example."""
+    kept = tmp_path / "kept"
+    kept.touch()
+
+    class Owner:
+        def __del__(self) -> None:
+            kept.unlink()
+
+    def collect(_: bytes) -> bytes:
+        gc.collect()
+        return str(kept.exists()).encode()
+
+    gc.disable()
+    try:
+        owner = Owner()
+        owner.itself = owner  # type: ignore[attr-defined]
+        del owner
+        verdict = run_in_fork(collect, b"", limits())
+        assert kept.exists()
+        gc.collect()
+        assert not kept.exists()
+    finally:
+        gc.enable()
+    assert verdict == Verdict(Outcome.OK, cpu_s=verdict.cpu_s, result=b"True")
 
 
 def _exceed_memory(way: bytes) -> bytes:

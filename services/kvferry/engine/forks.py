@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import gc
 import os
 import re
 import resource
@@ -191,6 +192,8 @@ class ForkServer:
         if not pid:
             exit_status = 1
             try:
+                # Garbage of the process that forks is not the fork's: to free it takes time, and ends what it owns.
+                gc.freeze()
                 _close_inherited(write_end)
                 in_use = [bytearray(_MALLOC_BYTES) for _ in range(_NUM_MALLOCS)]
                 # Here: other threads of the process that forks may map memory until it has forked.
@@ -327,25 +330,23 @@ def _close_inherited(kept: int) -> None:
 
 
 class _Memory(NamedTuple):
-    most_mapped_bytes: int  # since it was forked
-    mapped_bytes: int
-    anonymous_bytes: int  # resident
+    most_mapped_bytes: int  # both since it was forked
+    most_resident_bytes: int
 
 
 def _memory_of(pid: int | str = "self") -> _Memory:
     """Return zeros for a process that has ended."""
     lines = _MEMORY_LINES.findall(Path(f"/proc/{pid}/status").read_bytes())
     found = {name: int(kib) << 10 for name, kib in lines}
-    mapped_bytes, resident_bytes = found.get(b"VmSize", 0), found.get(b"VmRSS", 0)
-    # Not every kernel has these two.
-    return _Memory(found.get(b"VmPeak", mapped_bytes), mapped_bytes, found.get(b"RssAnon", resident_bytes))
+    # Not every kernel has the first of each two.
+    return _Memory(found.get(b"VmPeak", found.get(b"VmSize", 0)), found.get(b"VmHWM", found.get(b"VmRSS", 0)))
 
 
 def _most_memory(limits: ForkLimits) -> _MostMemory:
     memory = _memory_of()
     return _MostMemory(
-        mapped_bytes=memory.mapped_bytes + limits.memory_bytes,
-        resident_bytes=memory.anonymous_bytes + _HARD_LIMIT // 2 * limits.memory_bytes,
+        mapped_bytes=memory.most_mapped_bytes + limits.memory_bytes,
+        resident_bytes=memory.most_resident_bytes + _HARD_LIMIT // 2 * limits.memory_bytes,
     )
 
 
