@@ -25,6 +25,8 @@ from .test_tenants import admin_of, status_of
 IN_ETCD: dict[str, Any] = {"tenants_in_etcd": True, "placement": "priced"}
 # A prompt of 500 tokens takes 25 ms.
 SIM = {"step_ms": 1.0, "prefill_tokens_per_s": 20_000.0}
+# Of a tenant: their prompts take 1.6 s, so that some of each tenant wait at any time, also where clients get no core.
+NUM_CLIENTS = 64
 
 
 async def flood(
@@ -68,8 +70,8 @@ async def measured_shares(cluster: SimCluster, body: dict[str, Any], num_answers
             assert await status_of(http, key) == 200
     done: Counter[str] = Counter()
     floods = [
-        asyncio.create_task(flood(first, keys["gold"], "gold", done, 24, body)),
-        asyncio.create_task(flood(second, keys["noise"], "noise", done, 24, body)),
+        asyncio.create_task(flood(first, keys["gold"], "gold", done, NUM_CLIENTS, body)),
+        asyncio.create_task(flood(second, keys["noise"], "noise", done, NUM_CLIENTS, body)),
     ]
     await until(lambda: min(done["gold"], done["noise"]) > 8)
     before = Counter(done)
@@ -111,7 +113,7 @@ async def test_a_share_that_is_changed_counts_for_requests_from_then_on() -> Non
         await until(lambda: all(knows_share(gateway, "gold", 0.25, num_keys=2) for gateway in cluster.gateways))
         await until(lambda: all(knows_share(gateway, "noise", 1.0, num_keys=2) for gateway in cluster.gateways))
         floods = [
-            asyncio.create_task(flood(gateway, keys[name], name, done, 24, body))
+            asyncio.create_task(flood(gateway, keys[name], name, done, NUM_CLIENTS, body))
             for gateway, name in zip(cluster.gateways, keys, strict=True)
         ]
         # What was queued with the share of before is gone.
@@ -200,7 +202,9 @@ async def test_workers_hear_what_tenants_got_elsewhere_from_one_gateway(monkeypa
         key = await admin.add_key("gold", "ci")
         first, second = await two_gateways(cluster)
         done: Counter[str] = Counter()
-        floods = [asyncio.create_task(flood(gateway, key, "gold", done, 24, body)) for gateway in (first, second)]
+        floods = [
+            asyncio.create_task(flood(gateway, key, "gold", done, NUM_CLIENTS, body)) for gateway in (first, second)
+        ]
         queues = {host.worker_id: host.server._turns for host in cluster.hosts(MemberKind.PREFILL)}
         await until(lambda: sum(got.get("gold", 0.0) for _, got, _ in heard) > 1000.0)
         for task in floods:

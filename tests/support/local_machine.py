@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
+from kvferry.local.child import tail
 from kvferry.local.processes import ProcessIdentity, belonging, end_all
 from kvferry.local.run_folder import RunFolder, run_folder
 from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile
@@ -68,10 +70,20 @@ class Machine:
             out, err = process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             # Asked first: an `up` that is killed outright leaves its cluster to the fixture.
+            logs = [f"{log.name}:\n{tail(log)}" for log in self._logs()]
             process.terminate()
-            process.communicate()
-            raise
+            out, err = process.communicate()
+            pytest.fail("\n".join([f"{arguments} did not end within {PATIENCE_S:g} s", out, err, *logs]))
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def _logs(self) -> list[Path]:
+        of_ray = self.folder.ray / "session_latest" / "logs"
+        return [
+            *sorted(self.folder.logs.glob("*.log")),
+            *(of_ray / name for name in ("gcs_server.out", "raylet.out", "dashboard.log")),
+            *sorted(of_ray.glob("serve/*.log")),
+            *sorted(of_ray.glob("worker-*.err")),
+        ]
 
     def up(self, *more: str) -> subprocess.CompletedProcess[str]:
         return self.run(*self.up_arguments, *more)
