@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -244,27 +245,6 @@ def _garbage(num_bytes: int) -> None:
     cycle.append(cycle)
 
 
-@pytest.mark.parametrize("payload", [b"abc", b"null"])
-def test_memory_that_is_gone_before_the_fork_works_does_not_count(
-    payload: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fork = os.fork
-
-    def fork_and_collect() -> int:
-        if not (pid := fork()):
-            gc.collect()
-        return pid
-
-    gc.disable()
-    try:
-        _garbage(2 * MEMORY_BYTES)
-        monkeypatch.setattr(os, "fork", fork_and_collect)
-        verdict = run_in_fork(_end, payload, limits())
-    finally:
-        gc.enable()
-    assert verdict.outcome is (Outcome.OK if payload == b"abc" else Outcome.CRASHED)
-
-
 def test_a_fork_ends_nothing_that_the_process_has_as_garbage(tmp_path: Path) -> None:
     """Else a fork would delete the process's temporary files, as an example."""
     kept = tmp_path / "kept"
@@ -332,6 +312,37 @@ def _exceed_memory(way: bytes) -> bytes:
 )
 def test_a_fork_that_exceeds_its_memory_says_so(way: bytes) -> None:
     assert run_in_fork(_exceed_memory, way, limits()).outcome is Outcome.MEMORY
+
+
+@pytest.mark.parametrize(
+    ("work", "payload", "outcome"),
+    [
+        (_end, b"abc", Outcome.OK),
+        (_end, b"null", Outcome.CRASHED),
+        (_exceed_memory, b"a mapping that is not used", Outcome.MEMORY),
+        (_exceed_memory, b"a mapping that is gone", Outcome.MEMORY),
+        (_exceed_memory, b"a use of all of it", Outcome.MEMORY),
+    ],
+)
+def test_memory_that_is_gone_before_the_fork_works_counts_neither_for_it_nor_against_it(
+    work: Callable[[bytes], bytes], payload: bytes, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ended with the other threads of the process, as an example; here it is garbage."""
+    fork = os.fork
+
+    def fork_and_collect() -> int:
+        if not (pid := fork()):
+            gc.collect()
+        return pid
+
+    gc.disable()
+    try:
+        _garbage(4 * MEMORY_BYTES)
+        monkeypatch.setattr(os, "fork", fork_and_collect)
+        verdict = run_in_fork(work, payload, limits())
+    finally:
+        gc.enable()
+    assert verdict.outcome is outcome
 
 
 def _exhaust_memory(way: bytes) -> bytes:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import enum
 import gc
+import mmap
 import os
 import re
 import resource
@@ -197,6 +198,7 @@ class ForkServer:
                 _close_inherited(write_end)
                 in_use = [bytearray(_MALLOC_BYTES) for _ in range(_NUM_MALLOCS)]
                 # Here: other threads of the process that forks may map memory until it has forked.
+                mapped_again = _map_again()
                 most = _most_memory(self._limits)
                 _write(write_end, _MOST_MEMORY.pack(*most))
                 _limit(self._limits, most.mapped_bytes, parent)
@@ -207,7 +209,7 @@ class ForkServer:
                     _write(write_end, frame(verdict))
                     # Not encoded: that takes a copy, and where memory is short msgspec ends the process (SIGSEGV).
                     _write(write_end, result)
-                del in_use
+                del in_use, mapped_again
                 exit_status = 0
             finally:
                 os._exit(exit_status)
@@ -330,16 +332,28 @@ def _close_inherited(kept: int) -> None:
 
 
 class _Memory(NamedTuple):
-    most_mapped_bytes: int  # both since it was forked
+    most_mapped_bytes: int  # this and the next since it was forked
     most_resident_bytes: int
+    mapped_bytes: int
 
 
 def _memory_of(pid: int | str = "self") -> _Memory:
     """Return zeros for a process that has ended."""
     lines = _MEMORY_LINES.findall(Path(f"/proc/{pid}/status").read_bytes())
     found = {name: int(kib) << 10 for name, kib in lines}
-    # Not every kernel has the first of each two.
-    return _Memory(found.get(b"VmPeak", found.get(b"VmSize", 0)), found.get(b"VmHWM", found.get(b"VmRSS", 0)))
+    mapped_bytes, resident_bytes = found.get(b"VmSize", 0), found.get(b"VmRSS", 0)
+    # Not every kernel has the peaks.
+    return _Memory(found.get(b"VmPeak", mapped_bytes), found.get(b"VmHWM", resident_bytes), mapped_bytes)
+
+
+def _map_again() -> mmap.mmap | None:
+    """Map as much as this process had and has no longer, such as what ended with its threads. Nothing can be there.
+
+    Else the fork could map so much beyond its limit until its peak shows it.
+    """
+    memory = _memory_of()
+    gone = memory.most_mapped_bytes - memory.mapped_bytes
+    return mmap.mmap(-1, gone, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0) if gone > 0 else None
 
 
 def _most_memory(limits: ForkLimits) -> _MostMemory:
