@@ -658,10 +658,6 @@ class GatewayConfig(_Section):
     # Names in `Host` beside loopback ones that a gateway without keys on loopback answers to, such as a proxy's.
     allowed_hosts: tuple[str, ...] = ()
     max_write_buffer_bytes: int = Field(4 << 20, ge=64 << 10)  # a client that leaves more of a stream unread is cut
-    # Grammars of structured outputs are compiled in processes of their own first; what exceeds these gets 400.
-    grammar_processes: int = Field(2, ge=1, le=64)
-    grammar_cpu_s: float = Field(2.0, gt=0, le=60)
-    grammar_memory_mib: int = Field(512, ge=64)
     images: ImagesConfig = ImagesConfig()
     request_timeout_s: float = Field(600, gt=0)  # from a complete body to the end of the answer
     first_token_timeout_s: float = Field(300, gt=0)  # of each choice

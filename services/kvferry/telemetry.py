@@ -298,7 +298,7 @@ GRAMMAR_CHECKS = Metric(
     Kind.COUNTER,
     "grammars",
     Exporter.GATEWAY,
-    "Grammars of structured outputs compiled in a process of their own, by outcome; repeated ones are not compiled.",
+    "Grammars of structured outputs that were tried in a process of their own, by outcome.",
     (Label("outcome", "`late`: ran out of wall-clock time", FORK_OUTCOMES),),
 )
 IMAGE_CHATS = Metric(

@@ -80,8 +80,8 @@ REFUSED: Mapping[str, str] = {
     "pipeline_parallel_size": "vLLM's NIXL connector refuses decode engines of several stages: use "
     "engine.tensor_parallel_size",
     **_each("logits_processors", "answers that another worker continues need kvferry's own"),
-    "structured_outputs_config": "xgrammar compiles and follows all grammars, in gateways and engines: limits of time "
-    "and memory, and answers that go on elsewhere, were shown with no other backend",
+    "structured_outputs_config": "llguidance follows all grammars, which gateways try before: limits of "
+    "time and memory, and answers that go on elsewhere, were shown with no other backend",
     **_each("additional_config", "vLLM's processes find values of the exchange digest in it"),
     **_each("disable_log_stats", "loads and times of requests are read from these statistics"),
     **_each("enable_log_requests", "prompts of tenants do not go into logs"),

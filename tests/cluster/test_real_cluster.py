@@ -233,6 +233,7 @@ def chained_schema(length: int) -> dict[str, Any]:
     return {"$defs": {**links, f"d{length}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
 
+PATTERNS = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}$"} for i in range(20)]
 # Each ended a gateway, its workers, or all requests of a gateway on a worker.
 HARMFUL: dict[str, dict[str, Any]] = {
     "structural tag of chained references": {
@@ -245,11 +246,8 @@ HARMFUL: dict[str, dict[str, Any]] = {
     "schema of chained references": {
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": chained_schema(10_000)}}
     },
-    "long repetition": {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "a{1,10000}"}},
-        }
+    "patterns that take minutes together": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"allOf": PATTERNS}}}
     },
     "stop token ids": {"stop_token_ids": [7] * 1_400_000},
     "logit bias outside the vocabulary": {"logit_bias": {"10000000": 1}, "n": 3},

@@ -8,11 +8,12 @@ import json
 import logging
 import random
 import threading
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from tokenizers import Tokenizer
 
 from kvferry import model_folder
@@ -20,6 +21,7 @@ from kvferry.config import ModelConfig
 from kvferry.engine.base import Asker, CacheSalt, RenderedPrompt, TenantName
 from kvferry.engine.vllm import plain_prompts
 from kvferry.engine.vllm import renderer as vllm_renderer
+from kvferry.engine.vllm.grammars import prepared_schema
 from kvferry.engine.vllm.plain_prompts import CHAT_PROBES, COMPLETION_PROBES, PlainPrompts, Rendered, prompts_of
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest, Overloaded
@@ -28,14 +30,16 @@ from kvferry.gateway.openai_bodies import for_renderer
 from kvferry.inference.v1 import inference_pb2 as pb
 from support.waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.vllm
+# One loop for all: the renderer's grammar process belongs to it.
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest.fixture(scope="module")
-def renderer() -> VllmRenderer:
-    made = VllmRenderer(str(model_folder.resolve("default")), "m", ModelConfig())
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def renderer() -> AsyncIterator[VllmRenderer]:
+    made = await asyncio.to_thread(VllmRenderer, str(model_folder.resolve("default")), "m", ModelConfig())
     assert made.renders_plain_prompts_itself
-    return made
+    yield made
+    await made.close()
 
 
 PIECES = [
@@ -241,7 +245,9 @@ async def test_a_long_prompt_does_not_hold_up_the_loop(renderer: VllmRenderer, m
     assert seen == [True, False]
 
 
-def test_it_is_switched_off_where_it_differs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_it_is_switched_off_where_it_differs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     rendered = PlainPrompts._rendered
 
     def wrong(self: PlainPrompts, *arguments: Any, **named: Any) -> Rendered | None:
@@ -250,7 +256,7 @@ def test_it_is_switched_off_where_it_differs(monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr(plain_prompts.PlainPrompts, "_rendered", wrong)
     with caplog.at_level(logging.WARNING):
-        made = VllmRenderer(str(model_folder.resolve("default")), "m", ModelConfig())
+        made = await asyncio.to_thread(VllmRenderer, str(model_folder.resolve("default")), "m", ModelConfig())
     assert not made.renders_plain_prompts_itself
     assert "other tokens" in caplog.text
 
@@ -328,8 +334,8 @@ async def test_structured_output_asked_for_over_grpc_reaches_the_engines_paramet
     rendered: Any = await render(for_renderer(body))
     rendered = rendered if kind == "conversation" else rendered[0]
     expected = {
-        "json_schema": {"json": {"type": "object"}},
-        "json_object": {"json_object": True},
+        "json_schema": {"json": prepared_schema({"type": "object"})},
+        "json_object": {"json": prepared_schema({"type": "object"})},
         "regex": {"regex": "a+"},
         "grammar": {"grammar": 'root ::= "a"'},
         "one_of": {"choice": ["a", "b"]},
@@ -349,18 +355,18 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_rendered(
             await renderer.render_completion({"prompt": ["short", content]})
 
 
-def test_a_template_of_the_configuration_takes_the_place_of_the_models(tmp_path: Path) -> None:
+async def test_a_template_of_the_configuration_takes_the_place_of_the_models(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text("{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}[answer]")
     folder = str(model_folder.resolve("default"))
-    made = VllmRenderer(folder, "m", ModelConfig(chat_template=file))
+    made = await asyncio.to_thread(VllmRenderer, folder, "m", ModelConfig(chat_template=file))
     assert made.renders_plain_prompts_itself, "and gives what vLLM's renderer gives with this template"
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
     # Tools are of vLLM's renderer.
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     for more in ({}, {"tools": tools, "tool_choice": "none"}):
-        (expected,) = asyncio.run(made.render_completion({"prompt": "[user] hello\n[answer]", "max_tokens": 4}))
-        assert list(asyncio.run(made.render_chat({**body, **more})).token_ids) == list(expected.token_ids)
+        (expected,) = await made.render_completion({"prompt": "[user] hello\n[answer]", "max_tokens": 4})
+        assert list((await made.render_chat({**body, **more})).token_ids) == list(expected.token_ids)
 
 
 async def test_a_message_that_vllm_does_not_take_is_told_by_its_place(renderer: VllmRenderer) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +52,7 @@ TEMPLATE = """{% if tools %}<|im_start|>system
 {{ message.content }}{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+Render = Callable[..., RenderedPrompt]
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "how is it in Ulm?"}]}
 
 
@@ -72,13 +73,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def renderer(folder: str) -> VllmRenderer:
-    return VllmRenderer(folder, "m", MODEL)
+def runner() -> Iterator[asyncio.Runner]:
+    """One loop for all: a renderer's grammar process belongs to it."""
+    with asyncio.Runner() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
-def tools_only(folder: str) -> VllmRenderer:
-    return VllmRenderer(folder, "m", ModelConfig(tool_parser="hermes"))
+def renderer(folder: str, runner: asyncio.Runner) -> Iterator[VllmRenderer]:
+    made = VllmRenderer(folder, "m", MODEL)
+    yield made
+    runner.run(made.close())
+
+
+@pytest.fixture(scope="module")
+def tools_only(folder: str, runner: asyncio.Runner) -> Iterator[VllmRenderer]:
+    made = VllmRenderer(folder, "m", ModelConfig(tool_parser="hermes"))
+    yield made
+    runner.run(made.close())
+
+
+@pytest.fixture(scope="module")
+def render(runner: asyncio.Runner) -> Render:
+    def render(renderer: VllmRenderer, **changes: Any) -> RenderedPrompt:
+        return runner.run(renderer.render_chat({**CHAT, **changes}))
+
+    return render
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +109,6 @@ def tokenizer(renderer: VllmRenderer) -> Any:
 @pytest.fixture(scope="module")
 def parsers(renderer: VllmRenderer, tokenizer: Any) -> Parsers:
     return Parsers(MODEL, tokenizer, renderer._vllm.online.model_config)
-
-
-def render(renderer: VllmRenderer, **changes: Any) -> RenderedPrompt:
-    return asyncio.run(renderer.render_chat({**CHAT, **changes}))
 
 
 class Said:
@@ -155,7 +171,7 @@ CALLS = (
 THOUGHT = "It rains.</think>"
 
 
-def test_tools_change_the_prompt(renderer: VllmRenderer, tokenizer: Any) -> None:
+def test_tools_change_the_prompt(renderer: VllmRenderer, tokenizer: Any, render: Render) -> None:
     plain, told = render(renderer), render(renderer, tools=TOOLS)
     assert "weather" not in tokenizer.decode(plain.token_ids)
     assert '"weather"' in tokenizer.decode(told.token_ids)
@@ -171,14 +187,14 @@ def test_tools_change_the_prompt(renderer: VllmRenderer, tokenizer: Any) -> None
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "wait"}}])
-def test_a_call_that_must_be_made_becomes_a_grammar(renderer: VllmRenderer, choice: Any) -> None:
+def test_a_call_that_must_be_made_becomes_a_grammar(renderer: VllmRenderer, choice: Any, render: Render) -> None:
     grammar = render(renderer, tools=TOOLS, tool_choice=choice).sampling.structured_outputs
     assert "wait" in grammar
     assert ("weather" in grammar) == (choice == "required")
     vllm_params(render(renderer, tools=TOOLS, tool_choice=choice).sampling)
 
 
-def test_plain_chats_still_go_the_short_way(renderer: VllmRenderer, tools_only: VllmRenderer) -> None:
+def test_plain_chats_still_go_the_short_way(renderer: VllmRenderer, tools_only: VllmRenderer, render: Render) -> None:
     for one, parses in ((renderer, True), (tools_only, False)):
         assert one.renders_plain_prompts_itself
         rendered = render(one)
@@ -192,7 +208,9 @@ def test_plain_chats_still_go_the_short_way(renderer: VllmRenderer, tools_only: 
         assert render(one, tools=TOOLS).parse is not None
 
 
-def test_tools_without_a_parser_are_refused(tools_only: VllmRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_without_a_parser_are_refused(
+    tools_only: VllmRenderer, monkeypatch: pytest.MonkeyPatch, render: Render
+) -> None:
     monkeypatch.setattr(tools_only, "_model", ModelConfig())
     monkeypatch.setattr(tools_only._vllm, "_model", ModelConfig())
     with pytest.raises(InvalidRequest, match=r"model\.tool_parser"):
@@ -212,7 +230,9 @@ def test_a_parser_whose_tokens_the_model_lacks_fails_the_start() -> None:
         VllmRenderer(str(model_folder.resolve("default")), "m", MODEL)
 
 
-def test_calls_and_reasoning_are_taken_apart(renderer: VllmRenderer, parsers: Parsers, tokenizer: Any) -> None:
+def test_calls_and_reasoning_are_taken_apart(
+    renderer: VllmRenderer, parsers: Parsers, tokenizer: Any, render: Render
+) -> None:
     worker = Worker(parsers, tokenizer, render(renderer, tools=TOOLS), f"{THOUGHT}{CALLS}")
     said = Said(worker.say())
     assert said.reasoning.strip() == "It rains."
@@ -223,14 +243,14 @@ def test_calls_and_reasoning_are_taken_apart(renderer: VllmRenderer, parsers: Pa
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_calls_that_had_to_be_made(tools_only: VllmRenderer, tokenizer: Any, choice: Any) -> None:
+def test_calls_that_had_to_be_made(tools_only: VllmRenderer, tokenizer: Any, choice: Any, render: Render) -> None:
     """In the form that the grammar asks for."""
     prompt = render(tools_only, tools=TOOLS, tool_choice=choice)
     assert prompt.parse is not None
     grammar = json.loads(prompt.sampling.structured_outputs)
     parsers = Parsers(ModelConfig(tool_parser="hermes"), tokenizer, tools_only._vllm.online.model_config)
     arguments = '{"place": "Ulm"}'
-    if "structural_tag" in grammar:
+    if "grammar" in grammar:
         answer = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
     elif choice == "required":
         answer = f'[{{"name": "weather", "parameters": {arguments}}}]'
@@ -241,20 +261,24 @@ def test_calls_that_had_to_be_made(tools_only: VllmRenderer, tokenizer: Any, cho
     assert not said.content.strip()
 
 
-def test_one_call_where_calls_may_not_be_parallel(renderer: VllmRenderer, parsers: Parsers, tokenizer: Any) -> None:
+def test_one_call_where_calls_may_not_be_parallel(
+    renderer: VllmRenderer, parsers: Parsers, tokenizer: Any, render: Render
+) -> None:
     prompt = render(renderer, tools=TOOLS, parallel_tool_calls=False)
     said = Said(Worker(parsers, tokenizer, prompt, f"{THOUGHT}{CALLS}").say())
     assert [name for name, _ in said.calls.values()] == ["weather"]
 
 
-def test_reasoning_that_is_not_wanted_is_left_out(renderer: VllmRenderer, parsers: Parsers, tokenizer: Any) -> None:
+def test_reasoning_that_is_not_wanted_is_left_out(
+    renderer: VllmRenderer, parsers: Parsers, tokenizer: Any, render: Render
+) -> None:
     prompt = render(renderer, include_reasoning=False)
     said = Said(Worker(parsers, tokenizer, prompt, f"{THOUGHT} Rain.").say())
     assert (said.content.strip(), said.reasoning) == ("Rain.", "")
 
 
 def test_an_answer_goes_on_in_another_worker_after_any_token(
-    renderer: VllmRenderer, parsers: Parsers, tokenizer: Any
+    renderer: VllmRenderer, parsers: Parsers, tokenizer: Any, render: Render
 ) -> None:
     """Continued from its tokens, or computed again: in both cases every part is told once."""
     worker = Worker(parsers, tokenizer, render(renderer, tools=TOOLS), f"{THOUGHT}{CALLS}")
@@ -273,7 +297,7 @@ def test_an_answer_goes_on_in_another_worker_after_any_token(
 
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_outputs_of_several_tokens_say_the_same(
-    renderer: VllmRenderer, parsers: Parsers, tokenizer: Any, size: int
+    renderer: VllmRenderer, parsers: Parsers, tokenizer: Any, size: int, render: Render
 ) -> None:
     worker = Worker(parsers, tokenizer, render(renderer, tools=TOOLS), f"{THOUGHT}{CALLS}")
     whole = Said(worker.say())
@@ -284,7 +308,7 @@ def test_outputs_of_several_tokens_say_the_same(
 
 
 def test_what_the_engine_is_told_of_reasoning(
-    renderer: VllmRenderer, tools_only: VllmRenderer, parsers: Parsers, tokenizer: Any
+    renderer: VllmRenderer, tools_only: VllmRenderer, parsers: Parsers, tokenizer: Any, render: Render
 ) -> None:
     with_reasoning = Worker(parsers, tokenizer, render(renderer, tools=TOOLS, tool_choice="required"), "x").begin()
     assert set(with_reasoning.engine_arguments) == {"reasoning_parser_kwargs", "reasoning_ended"}

@@ -23,7 +23,6 @@ from kvferry.config import DEFAULT_POOL, ClusterConfig, ModelConfig, entry_of
 from kvferry.engine.base import Renderer, RenderOutcomes
 from kvferry.engine.fork_process import WALL_PER_CPU, ForkProcess, InheritedFile
 from kvferry.engine.forks import ForkLimits
-from kvferry.engine.grammar_checks import STACK_BYTES, GrammarChecks
 from kvferry.engine.image_chats import ImageChats, ImageSettings, image_identity
 from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm.chat_template import read_chat_template
@@ -111,9 +110,9 @@ def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
             config.sim.max_model_len, tool_parser=model.tool_parser, reasoning_parser=model.reasoning_parser
         )
     model, template = _with_kept_template(_of_engines(config))
-    grammars, images = _grammar_checks(config, model_folder), _image_chats(config, model_folder, model, template)
+    images = _image_chats(config, model_folder, model, template)
     try:
-        return VllmRenderer(model_folder, config.served_name, model, grammars, images)
+        return VllmRenderer(model_folder, config.served_name, model, images)
     except ConfigError as error:
         # Of the template that is kept, whose path says nothing.
         message = error.message.replace(str(model.chat_template), str(config.model.chat_template))
@@ -127,22 +126,6 @@ def _with_kept_template(model: ModelConfig) -> tuple[ModelConfig, InheritedFile 
         return model, None
     kept = InheritedFile(text.encode())
     return model.model_copy(update={"chat_template": kept.path}), kept
-
-
-def _grammar_checks(config: ClusterConfig, model_folder: str) -> GrammarChecks:
-    gateway = config.gateway
-    trust = ["--trust-remote-code"] if config.model.trust_remote_code else []
-    limits = ForkLimits(
-        cpu_s=gateway.grammar_cpu_s,
-        wall_s=gateway.grammar_cpu_s * WALL_PER_CPU,
-        memory_bytes=gateway.grammar_memory_mib << 20,
-        stack_bytes=STACK_BYTES,
-    )
-    return GrammarChecks(
-        [sys.executable, "-m", "kvferry.engine.vllm.grammar_process", "--model-folder", model_folder, *trust],
-        limits,
-        num_processes=gateway.grammar_processes,
-    )
 
 
 def _of_engines(config: ClusterConfig) -> ModelConfig:

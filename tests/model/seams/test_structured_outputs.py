@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from kvferry import model_folder
+
 pytestmark = pytest.mark.vllm
 
 
 def processor() -> Any:
     """A vLLM input processor, as far as validation goes."""
+    from transformers import AutoTokenizer
     from vllm.v1.engine.input_processor import InputProcessor
 
     from kvferry.engine.vllm.structured_outputs import structured_outputs_config
@@ -21,7 +24,7 @@ def processor() -> Any:
     made = InputProcessor.__new__(InputProcessor)
     made.model_config = SimpleNamespace(is_diffusion=False)
     made.structured_outputs_config = structured_outputs_config()
-    made.renderer = SimpleNamespace(tokenizer=object())
+    made.renderer = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(str(model_folder.resolve("default"))))
     return made
 
 
@@ -45,24 +48,22 @@ class TestStructuredOutputs:
         await validator.validate(params)
         assert threads == ["structured-outputs_0"]
         assert params.structured_outputs is not None
-        assert params.structured_outputs._backend == "xgrammar"
-        assert params.structured_outputs.grammar
+        assert params.structured_outputs._backend == "guidance"
         assert llm.input_processor.structured_outputs_config is None
         params._validate_structured_outputs(llm.input_processor.model_config, None, object())
         await validator.validate(SamplingParams())
         validator.close()
 
-    async def test_what_xgrammar_does_not_support_is_refused(self) -> None:
-        from vllm.exceptions import VLLMValidationError
-        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    def test_vllm_still_has_what_compiles_by_xgrammar_where_it_reads_a_request(self) -> None:
+        from vllm.entrypoints.generate.base import protocol
+        from vllm.parser import abstract_parser
 
-        from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator
-
-        validator = StructuredOutputValidator(SimpleNamespace(input_processor=processor()))
-        schema = {"type": "array", "uniqueItems": True}
-        with pytest.raises(VLLMValidationError, match="not supported by xgrammar"):
-            await validator.validate(SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
-        validator.close()
+        source = inspect.getsource(abstract_parser)
+        assert "if not _xgrammar_supports(structured_outputs):" in source
+        assert source.count("validate_xgrammar_grammar(") == 1
+        source = inspect.getsource(protocol)
+        assert source.count("validate_xgrammar_grammar(") == 1
+        assert source.count("validate_structural_tag_payload(") == 3, "itself and its two callers"
 
     def test_the_processor_reads_the_configuration_for_each_request(self) -> None:
         from vllm.v1.engine.input_processor import InputProcessor

@@ -6,21 +6,22 @@ import os
 import re
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
 from kvferry.engine import fork_process, grammar_checks
-from kvferry.engine.fork_process import environment_of_process
+from kvferry.engine.base import ANYBODY, Asker, CacheSalt, TenantName
+from kvferry.engine.fork_process import ForkProcess, environment_of_process
 from kvferry.engine.forks import ForkLimits, ForkServer
-from kvferry.engine.grammar_checks import MAX_SPEC_BYTES, MAX_WAITING, STACK_BYTES, GrammarChecks
+from kvferry.engine.grammar_checks import MAX_GRAMMAR_BYTES, MAX_WAITING, NUM_FORKS, GrammarChecks
 from kvferry.errors import InvalidRequest, NotReady, Overloaded
 from support.waiting import PATIENCE_S, until, until_async
 
 COMMAND = [sys.executable, "-m", "tests.support.grammar_process"]
-LIMITS = ForkLimits(cpu_s=0.3, wall_s=PATIENCE_S, memory_bytes=256 << 20, stack_bytes=STACK_BYTES)
+LIMITS = ForkLimits(cpu_s=0.3, wall_s=PATIENCE_S, memory_bytes=256 << 20, stack_bytes=8 << 20)
 # Is ready once there is the file that its first argument names, and uses CPU time until then.
 SLOW_START = """
 import os, pathlib, runpy, sys
@@ -30,8 +31,12 @@ runpy.run_module("tests.support.grammar_process", run_name="__main__")
 """
 
 
-def made(limits: ForkLimits = LIMITS, num_processes: int = 2) -> GrammarChecks:
-    return GrammarChecks(COMMAND, limits, num_processes=num_processes)
+def made(limits: ForkLimits = LIMITS, command: Sequence[str] = COMMAND) -> GrammarChecks:
+    return GrammarChecks(ForkProcess(command, limits, "grammars cannot be tried now"))
+
+
+def asker(tenant: str, salt: str = "") -> Asker:
+    return Asker(TenantName(tenant), CacheSalt(salt))
 
 
 @pytest.fixture
@@ -54,100 +59,105 @@ def forks_of(checks: GrammarChecks) -> list[psutil.Process]:
 
 async def refusal(checks: GrammarChecks, spec: str) -> str:
     with pytest.raises(InvalidRequest) as refused:
-        await checks.check(spec, param="response_format")
+        await checks.check(spec, ANYBODY, param="response_format")
     assert refused.value.param == "response_format"
     return refused.value.message
 
 
-async def test_a_verdict_is_kept(checks: GrammarChecks) -> None:
-    for _ in range(3):
-        await checks.check("ok", param=None)
-        assert await refusal(checks, "refuse") == "response_format: refused because"
-    assert checks.outcomes == {"ok": 1, "refused": 1}
+async def test_what_passed_is_kept_for_its_salt_alone(checks: GrammarChecks) -> None:
+    """So that time tells nobody what others sent."""
+    for number, salt in enumerate(("a", "b"), 1):
+        for _ in range(3):
+            await checks.check("ok", asker("acme", salt), param=None)
+        assert checks.outcomes["ok"] == number
+    for _ in range(2):
+        assert await refusal(checks, "refuse") == "response_format: refused because\nof a second line"
+    assert checks.outcomes["refused"] == 2
 
 
 async def test_what_exhausts_a_fork_is_refused_and_ends_nothing_else(checks: GrammarChecks) -> None:
-    await checks.check("ok", param=None)
+    await checks.check("ok", ANYBODY, param=None)
     pid = pid_of(checks)
-    assert await refusal(checks, "spin") == (
-        "response_format: compiling its grammar takes over 0.3 s of CPU time, the limit"
-    )
-    assert await refusal(checks, "allocate") == (
-        "response_format: compiling its grammar takes over 256 MiB of memory, the limit"
-    )
-    for spec in ("segfault", "recurse"):
+    assert await refusal(checks, "spin") == ("response_format: its grammar takes over 0.3 s of CPU time, the limit")
+    for spec in ("allocate", "segfault", "recurse"):
         assert "over 256 MiB of memory, or nests too deeply" in await refusal(checks, spec)
-    await checks.check("ok again", param=None)
+    await checks.check("ok again", ANYBODY, param=None)
     assert pid_of(checks) == pid
     assert not forks_of(checks)
-    assert checks.outcomes == {"ok": 2, "cpu_time": 1, "memory": 1, "crashed": 2}
+    assert checks.outcomes == {"ok": 2, "refused": 0, "cpu_time": 1, "memory": 1, "crashed": 2, "late": 0}
 
 
 async def test_a_fork_that_waits_is_killed_and_its_verdict_forgotten(checks: GrammarChecks) -> None:
     late = made(ForkLimits(cpu_s=30.0, wall_s=0.05, memory_bytes=256 << 20))
     for _ in range(2):
         with pytest.raises(Overloaded, match="too busy"):
-            await late.check("wait", param=None)
-    assert late.outcomes == {"late": 2}
+            await late.check("wait", ANYBODY, param=None)
+    assert late.outcomes["late"] == 2
     await late.close()
 
 
-async def test_equal_grammars_are_compiled_once(checks: GrammarChecks) -> None:
-    await asyncio.gather(*(checks.check("ok", param=None) for _ in range(100)))
-    assert checks.outcomes == {"ok": 1}
-
-
-async def test_one_who_leaves_does_not_end_the_check_of_another(checks: GrammarChecks) -> None:
-    first = asyncio.create_task(checks.check("ok", param=None))
-    second = asyncio.create_task(checks.check("ok", param=None))
-    await asyncio.sleep(0)
-    first.cancel()
-    await second
+async def test_a_client_that_leaves_gives_its_turn_back_when_its_fork_ends(checks: GrammarChecks) -> None:
+    await checks.check("ok", ANYBODY, param=None)
+    leaving = asyncio.create_task(checks.check("wait", ANYBODY, param=None))
+    await until(lambda: len(forks_of(checks)) == 1)
+    leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await first
+        await leaving
+    assert checks._turns.num_free == NUM_FORKS - 1
+    forks_of(checks)[0].kill()
+    await until(lambda: checks._turns.num_free == NUM_FORKS)
 
 
 async def test_no_more_run_and_wait_than_are_allowed(checks: GrammarChecks) -> None:
-    await checks.check("ok", param=None)
-    held = [asyncio.create_task(checks.check(f"wait {i}", param=None)) for i in range(2 + MAX_WAITING)]
-    await until(lambda: len(forks_of(checks)) == 2)
+    await checks.check("ok", ANYBODY, param=None)
+    held = [
+        asyncio.create_task(checks.check(f"wait {i}", asker("evil", f"salt {i}"), param=None))
+        for i in range(NUM_FORKS + MAX_WAITING)
+    ]
+    await until(lambda: len(forks_of(checks)) == NUM_FORKS)
     with pytest.raises(Overloaded, match=f"{MAX_WAITING} grammars wait"):
-        await checks.check("ok again", param=None)
-    assert len(forks_of(checks)) == 2
+        await checks.check("ok again", asker("evil", "one more salt"), param=None)
+    # Another tenant takes the place of the last one, whatever salts the first tenant sends.
+    good = asyncio.create_task(checks.check("ok again", asker("good"), param=None))
+    await until(lambda: held[-1].done())
+    assert isinstance(held[-1].exception(), Overloaded)
+    for fork in forks_of(checks):
+        fork.kill()
+    await good
     for task in held:
         task.cancel()
     await asyncio.gather(*held, return_exceptions=True)
 
 
-async def test_verdicts_are_kept_up_to_a_number(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checks, "MAX_VERDICTS", 2)
+async def test_what_passed_is_kept_up_to_a_number(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checks, "MAX_PASSED", 2)
     for spec in ("ok 1", "ok 2", "ok 1", "ok 3", "ok 1", "ok 2"):
-        await checks.check(spec, param=None)
-    assert checks.outcomes == {"ok": 4}
+        await checks.check(spec, ANYBODY, param=None)
+    assert checks.outcomes["ok"] == 4
 
 
 async def test_a_spec_that_is_too_long_is_refused_before_any_process(checks: GrammarChecks) -> None:
-    with pytest.raises(InvalidRequest, match=f"at most {MAX_SPEC_BYTES}"):
-        await checks.check("ok" + "x" * MAX_SPEC_BYTES, param=None)
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_GRAMMAR_BYTES}"):
+        await checks.check("ok" + "x" * MAX_GRAMMAR_BYTES, ANYBODY, param=None)
     assert checks._process.pid is None
 
 
 async def test_a_process_that_dies_is_started_again(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_process, "_FIRST_PAUSE_S", 0.0)
-    await checks.check("ok", param=None)
+    await checks.check("ok", ANYBODY, param=None)
     with pytest.raises(NotReady, match="ended or hangs"):
-        await checks.check("kill", param=None)
-    await checks.check("ok again", param=None)
+        await checks.check("kill", ANYBODY, param=None)
+    await checks.check("ok again", ANYBODY, param=None)
 
 
 async def test_a_process_that_does_not_start_is_tried_again_later_and_later(
     checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = GrammarChecks([sys.executable, "-c", "0"], LIMITS, num_processes=1)
+    broken = made(command=[sys.executable, "-c", "0"])
     with pytest.raises(NotReady, match="does not start: it ended"):
-        await broken.check("ok", param=None)
+        await broken.check("ok", ANYBODY, param=None)
     with pytest.raises(NotReady, match="starts again soon"):
-        await broken.check("ok", param=None)
+        await broken.check("ok", ANYBODY, param=None)
     await broken.close()
 
 
@@ -158,11 +168,11 @@ async def test_a_slow_start_is_waited_for_and_requests_are_refused_meanwhile(
     monkeypatch.setattr(fork_process, "_START_PERIOD_S", 0.01)
     caplog.set_level(logging.INFO, fork_process.__name__)
     may_start = tmp_path / "may start"
-    slow = GrammarChecks([sys.executable, "-c", SLOW_START, str(may_start)], LIMITS, num_processes=1)
+    slow = made(command=[sys.executable, "-c", SLOW_START, str(may_start)])
 
     async def refused() -> float:
         with pytest.raises(NotReady) as caught:
-            await slow.check("ok", param=None)
+            await slow.check("ok", ANYBODY, param=None)
         so_far = re.search(r"has been starting for \d+ s and had (\S+) s of CPU time$", caught.value.message)
         assert so_far is not None
         assert caught.value.retry_after_s is not None
@@ -176,7 +186,7 @@ async def test_a_slow_start_is_waited_for_and_requests_are_refused_meanwhile(
     assert "has been starting" in record.getMessage()
     may_start.touch()
     await until(lambda: slow._process.pid is not None)
-    await slow.check("ok", param=None)
+    await slow.check("ok", ANYBODY, param=None)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     await slow.close()
 
@@ -195,9 +205,9 @@ async def test_a_start_that_hangs_is_ended(
     monkeypatch.setattr(fork_process, constant, 0.2)
     monkeypatch.setattr(fork_process, "_START_PERIOD_S", 0.01)
     before = set(psutil.Process().children())
-    hung = GrammarChecks([sys.executable, "-c", program], LIMITS, num_processes=1)
+    hung = made(command=[sys.executable, "-c", program])
     with pytest.raises(NotReady, match=f"does not start: {why}"):
-        await hung.check("ok", param=None)
+        await hung.check("ok", ANYBODY, param=None)
     assert set(psutil.Process().children()) <= before
     await hung.close()
 
@@ -220,8 +230,8 @@ async def test_a_fork_can_neither_answer_for_others_nor_write_a_log(checks: Gram
 
 
 async def test_forks_and_process_end_with_the_one_that_asks(checks: GrammarChecks) -> None:
-    await checks.check("ok", param=None)
-    held = asyncio.create_task(checks.check("wait", param=None))
+    await checks.check("ok", ANYBODY, param=None)
+    held = asyncio.create_task(checks.check("wait", ANYBODY, param=None))
     await until(lambda: len(forks_of(checks)) == 1)
     process = psutil.Process(pid_of(checks))
     (fork,) = forks_of(checks)

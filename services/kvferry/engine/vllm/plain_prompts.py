@@ -52,7 +52,6 @@ class PlainPrompts:
     """Thread-safe. Raises TypeError for unknown kinds of tokenizers."""
 
     def __init__(self, serving: Any) -> None:
-        from tokenizers import Tokenizer
         from transformers.utils.chat_template_utils import _compile_jinja_template
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
         from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
@@ -71,10 +70,7 @@ class PlainPrompts:
         self._model_config = online.model_config
         self._max_model_len = int(self._model_config.max_model_len)
         self._max_chars = self._max_model_len * int(tokenizer.max_chars_per_token)
-        # A copy without truncation, because other users of the original set and unset truncation.
-        self._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = copy_of(tokenizer)
         template = resolve_chat_template(
             tokenizer, chat_template=online.chat_template, tools=None, model_config=self._model_config
         )
@@ -226,6 +222,16 @@ class PlainPrompts:
         else:
             request = CompletionRequest.model_validate({"prompt": "x", "model": "", **fields})
         return from_vllm(request.to_sampling_params(1, self._serving.default_sampling_params))
+
+
+def copy_of(tokenizer: Any) -> Any:
+    """Return a fast tokenizer without truncation, which other users of the original set and unset."""
+    from tokenizers import Tokenizer
+
+    copy = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy
 
 
 def too_many_chars(max_model_len: int, max_chars: int, num_chars: int, param: str) -> ContextLengthExceeded:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -19,13 +19,16 @@ from kvferry import collector
 from kvferry.config import ModelConfig
 from kvferry.engine.base import ANYBODY, Asker, ChatImage, Parse, RenderedPrompt, RenderOutcomes
 from kvferry.engine.fair_turns import FairTurns
-from kvferry.engine.grammar_checks import GrammarChecks
+from kvferry.engine.fork_process import ForkProcess, InheritedFile
+from kvferry.engine.grammar_checks import LIMITS, GrammarChecks
 from kvferry.engine.image_chats import ImageChats
+from kvferry.engine.vllm.grammars import grammar_of, prepared_spec, special_tokens_of, with_place
 from kvferry.engine.vllm.model_kinds import IMAGE_ARCHITECTURES
 from kvferry.engine.vllm.plain_prompts import (
     CHARS_PER_PART,
     PlainPrompts,
     Rendered,
+    copy_of,
     cost_in_chars,
     prompts_of,
     too_many_chars,
@@ -33,6 +36,7 @@ from kvferry.engine.vllm.plain_prompts import (
     verify,
 )
 from kvferry.engine.vllm.render_loop import RenderLoop
+from kvferry.engine.vllm.structured_outputs import use_no_xgrammar
 from kvferry.engine.vllm.vllm_prompts import VllmPrompts
 from kvferry.engine.vllm.vocabulary import Vocabulary
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
@@ -64,15 +68,14 @@ class VllmRenderer:
         model_folder: str,
         served_name: str,
         model: ModelConfig,
-        grammars: GrammarChecks | None = None,
         images: ImageChats | None = None,
     ) -> None:
-        """Without `grammars`, vLLM reads structured outputs unchecked, in this process.
-
-        Without `images`, or where the model takes none, chats with images are refused.
-        """
+        """Without `images`, or where the model takes none, chats with images are refused."""
+        use_no_xgrammar()
         self._vllm = VllmPrompts(model_folder, served_name, model)
-        self._grammars = grammars
+        tokenizer = self._vllm.online.renderer.get_tokenizer()
+        self._grammars = _grammar_checks(tokenizer, int(self._vllm.model_config.get_vocab_size()))
+        self._special_tokens = special_tokens_of(tokenizer)
         self._images = images if self._vllm.model_config.architecture in IMAGE_ARCHITECTURES else None
         if self._images is not None:
             self._vllm.require_image_processor()
@@ -172,19 +175,15 @@ class VllmRenderer:
             if rendered is not None and self._plain_parse is not None:
                 rendered = structs.replace(rendered, parse=self._plain_parse)
         if rendered is None:
-            await self._check_asked_grammar(body)
             rendered = await self._turns.run(asker.tenant, lambda: self._loop.run(self._vllm.chat(body)))
-            await self._check_grammars(body, [rendered])
+        (rendered,) = await self._with_grammars(body, [rendered], asker)
         return self._within_context(rendered, requested, "messages")
 
     async def _chat_with_images(self, body: Mapping[str, Any], images: Sequence[ChatImage], asker: Asker) -> Rendered:
         if self._images is None:
             raise InvalidRequest(f"{images[0].where}: this model takes no images", param=images[0].where)
-        await self._check_asked_grammar(body)
         chat = await self._loop.run(self._images.render(body, images, asker))
-        rendered = Rendered(chat.token_ids, chat.sampling, chat.parse, chat.images)
-        await self._check_grammars(body, [rendered])
-        return rendered
+        return Rendered(chat.token_ids, chat.sampling, chat.parse, chat.images)
 
     async def render_completion(self, body: Mapping[str, Any], *, asker: Asker = ANYBODY) -> Sequence[RenderedPrompt]:
         texts = [prompt for prompt in prompts_of(body) if isinstance(prompt, str)]
@@ -197,9 +196,8 @@ class VllmRenderer:
             rendered = await self._plain_completions(self._plain, body, texts, requested, asker)
             if rendered is not None:
                 return rendered
-        await self._check_asked_grammar(body)
         asked = await self._turns.run(asker.tenant, lambda: self._loop.run(self._vllm.completions(body)))
-        await self._check_grammars(body, asked)
+        asked = await self._with_grammars(body, asked, asker)
         return [self._within_context(one, requested, "prompt") for one in asked]
 
     async def _plain_completions(
@@ -214,16 +212,31 @@ class VllmRenderer:
             rendered += [self._within_context(one, requested, "prompt") for one in some]
         return rendered
 
-    async def _check_asked_grammar(self, body: Mapping[str, Any]) -> None:
-        """Check a body's grammar before vLLM's validators read it in this process."""
-        if self._grammars is not None and (spec := _asked_grammar(body)) is not None:
-            await self._grammars.check(spec, param=_grammar_field(body))
+    async def _with_grammars(
+        self, body: Mapping[str, Any], rendered: Sequence[Rendered], asker: Asker
+    ) -> Sequence[Rendered]:
+        """Return them with the grammars that engines get, which were tried."""
+        specs = {one.sampling.structured_outputs for one in rendered} - {""}
+        if not specs:
+            return rendered
+        made = {"": "", **{spec: await self._tried(spec, _grammar_field(body), asker) for spec in specs}}
+        return [
+            structs.replace(
+                one, sampling=structs.replace(one.sampling, structured_outputs=made[one.sampling.structured_outputs])
+            )
+            for one in rendered
+        ]
 
-    async def _check_grammars(self, body: Mapping[str, Any], rendered: Sequence[Rendered]) -> None:
-        """Check what engines will get, such as grammars of tools."""
-        if self._grammars is not None:
-            for spec in {one.sampling.structured_outputs for one in rendered} - {""}:
-                await self._grammars.check(spec, param=_grammar_field(body))
+    async def _tried(self, spec: str, param: str | None, asker: Asker) -> str:
+        if self._grammars is None:
+            raise InvalidRequest("structured outputs need a fast tokenizer, which this model has not", param=param)
+        try:
+            made = prepared_spec(spec, self._special_tokens)
+            await self._grammars.check(grammar_of(made), asker, param=None)
+        except InvalidRequest as error:
+            reason = with_place(error.message, spec)
+            raise InvalidRequest(f"{param}: {reason}" if param else reason, param=param) from None
+        return made
 
     async def _at_once_if_short(
         self, render: Callable[[Mapping[str, Any]], R], body: Mapping[str, Any], num_chars: int, asker: Asker
@@ -302,6 +315,19 @@ class VllmRenderer:
         return RenderedPrompt(rendered.token_ids, sampling, parse=rendered.parse, images=rendered.images)
 
 
+def _grammar_checks(tokenizer: Any, vocabulary_size: int) -> GrammarChecks | None:
+    """Return None for a tokenizer that is not a fast one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    file = InheritedFile(copy_of(tokenizer).to_str().encode())
+    command = [
+        *(sys.executable, "-m", "kvferry.engine.grammar_process", "--tokenizer", str(file.path)),
+        *("--vocabulary-size", str(max(vocabulary_size, len(tokenizer))), "--eos-token", str(tokenizer.eos_token_id)),
+    ]
+    return GrammarChecks(ForkProcess(command, LIMITS, "grammars cannot be tried now", [file]))
+
+
 def _in_parts(prompts: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
     """Yield a list's prompts in parts that cost at most _PART_CHARS, or are one prompt; and what they cost."""
     first, cost = 0, 0
@@ -312,21 +338,6 @@ def _in_parts(prompts: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:
             first, cost = number, 0
         cost += cost_of_one
     yield prompts[first:], cost
-
-
-def _asked_grammar(body: Mapping[str, Any]) -> str | None:
-    """Return the grammar that a body's fields name, as a Sampling has it; None if vLLM has nothing to compile of it."""
-    asked: dict[str, Any] | None = body.get("structured_outputs")
-    if asked is None:
-        response_format: dict[str, Any] = body.get("response_format") or {}
-        match response_format.get("type"):
-            case "structural_tag":
-                asked = {"structural_tag": json.dumps(response_format)}
-            case "json_schema" if isinstance(response_format.get("json_schema"), dict):
-                asked = {"json": response_format["json_schema"].get("schema")}
-            case _:
-                return None
-    return json.dumps({name: value for name, value in asked.items() if value not in (None, False)})
 
 
 def _grammar_field(body: Mapping[str, Any]) -> str | None:
