@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import logging
@@ -170,10 +171,10 @@ class Parts:
         self._render = renderer._plain.completions
         monkeypatch.setattr(renderer._plain, "completions", self.completions)
 
-    def completions(self, body: Mapping[str, Any], prompts: list[str]) -> list[Rendered] | None:
+    def completions(self, body: Mapping[str, Any], prompts: list[str], salt: CacheSalt) -> list[Rendered] | None:
         self.num_begun += 1
         self.begun.set()
-        return self._render(body, prompts)
+        return self._render(body, prompts, salt=salt)
 
 
 async def test_a_long_list_of_prompts_lets_others_between(
@@ -398,6 +399,26 @@ def asker(tenant: str) -> Asker:
     return Asker(TenantName(tenant), CacheSalt(f"salt of {tenant}"))
 
 
+async def test_parameters_are_kept_for_their_salt_alone(
+    renderer: VllmRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop strings are texts: time must tell nobody what others sent."""
+    plain, resolved = renderer._plain, []
+    assert plain is not None
+    resolve = plain._resolve
+
+    def note(kind: str, asked: bytes, salt: CacheSalt) -> Any:
+        resolved.append((kind, salt))
+        return resolve(kind, asked, salt)
+
+    monkeypatch.setattr(plain, "_sampling_of", functools.lru_cache(8)(note))
+    for tenant in ("acme", "evil", "acme", "evil"):
+        await renderer.render_chat({"messages": [{"role": "user", "content": "hi"}], "stop": "x"}, asker=asker(tenant))
+        await renderer.render_completion({"prompt": "hi", "stop": "x"}, asker=asker(tenant))
+    salts = [asker(tenant).salt for tenant in ("acme", "evil")]
+    assert resolved == [(kind, salt) for salt in salts for kind in ("chat", "completion")]
+
+
 @pytest.mark.parametrize("kind", ["prompt", "messages"])
 async def test_of_a_text_that_cannot_fit_a_part_is_tokenized(
     renderer: VllmRenderer, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -430,7 +451,7 @@ async def test_tenants_take_turns_with_long_texts(renderer: VllmRenderer, monkey
     assert plain is not None
     may_go_on = threading.Event()
 
-    def work(body: Mapping[str, Any], prompts: Any) -> None:
+    def work(body: Mapping[str, Any], prompts: Any, salt: CacheSalt) -> None:
         may_go_on.wait(PATIENCE_S)
         order.append(prompts[0].partition(" ")[0])
 
@@ -454,7 +475,7 @@ async def test_a_client_that_leaves_gives_its_turn_back_when_its_text_is_done(
 ) -> None:
     plain, may_go_on = renderer._plain, threading.Event()
     assert plain is not None
-    monkeypatch.setattr(plain, "completions", lambda body, prompts: may_go_on.wait(PATIENCE_S) and None)
+    monkeypatch.setattr(plain, "completions", lambda body, prompts, salt: may_go_on.wait(PATIENCE_S) and None)
     asked = asyncio.create_task(renderer.render_completion({"prompt": "x" * 3_000}, asker=asker("acme")))
     await until(lambda: not renderer._turns.num_free)
     asked.cancel()
@@ -468,7 +489,7 @@ async def test_a_client_that_leaves_gives_its_turn_back_when_its_text_is_done(
 async def test_the_longest_line_is_shortened(renderer: VllmRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, may_go_on = renderer._plain, threading.Event()
     assert plain is not None
-    monkeypatch.setattr(plain, "completions", lambda body, prompts: may_go_on.wait(PATIENCE_S) and None)
+    monkeypatch.setattr(plain, "completions", lambda body, prompts, salt: may_go_on.wait(PATIENCE_S) and None)
     monkeypatch.setattr(renderer._vllm, "completions", lambda body: asyncio.sleep(0, []))
     monkeypatch.setattr(renderer._turns, "_max_waiting", 3)
     body = {"prompt": "x" * 3_000}

@@ -141,6 +141,7 @@ async def test_what_engines_can_follow_passes(renderer: VllmRenderer, spec: dict
         ({"json": closed({f"p{i}": {"maxItems": 10**6, "items": closed({"a": TEXT})} for i in range(9)})}, "big|over"),
         ({"json": closed({"a": {"type": "array", "uniqueItems": True}})}, "#/properties/a: 'uniqueItems' of JSON"),
         ({"json": {"anyOf": [{"not": BOOLEAN}, TEXT]}}, "#/anyOf/0: 'not' of JSON schemas cannot be enforced"),
+        ({"json": closed({"a": {"oneOf": [TEXT, {"type": "string", "maxLength": 3}]}})}, "#/properties/a: 'oneOf' of"),
         ({"json": {"type": "object", "required": ["b"], "additionalProperties": False}}, "'b' is unsatisfiable"),
         ({"json": {"$ref": "https://example.com/s.json"}}, "https://example.com/s.json"),
         ({"json": {"type": "string", "pattern": r"^(a|b)\1$"}}, "backreferences are not supported"),

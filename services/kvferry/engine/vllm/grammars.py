@@ -17,6 +17,7 @@ FORMATS: Final = frozenset(
 # Free to add white space, a small model adds line ends until its answer is cut.
 _COMPACT: Final = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
 _UNKNOWN_KEYWORDS = re.compile(r"^(?:\S+: )?Unimplemented keys: (\[.*\])")
+_ONE_OF = "oneOf constraints are not supported"
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SCHEMAS = (
@@ -88,12 +89,13 @@ def prepared_schema(schema: Any) -> Any:
 def with_place(reason: str, spec: str) -> str:
     """Add the place of the keywords that llguidance's reason names."""
     found, schema = _UNKNOWN_KEYWORDS.search(reason), json.loads(spec).get("json")
-    if found is None or schema is None:
+    is_one_of = reason.startswith(_ONE_OF)
+    if schema is None or not (found or is_one_of):
         return reason
-    keywords = json.loads(found[1])
+    keywords = json.loads(found[1]) if found is not None else ["oneOf"]
     place = next((place for place, each in _subschemas(schema) if each.keys() & set(keywords)), "")
-    named = " and ".join(map(repr, keywords))
-    return f"#{place}: {named} of JSON schemas cannot be enforced"
+    named = f"#{place}: {' and '.join(map(repr, keywords))} of JSON schemas cannot be enforced"
+    return f"{named} where a value may fit several of its schemas; anyOf can" if is_one_of else named
 
 
 def _subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:

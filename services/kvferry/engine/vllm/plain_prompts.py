@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from kvferry.engine.base import Parse, PromptImage, Sampling
+from kvferry.engine.base import ANYBODY, CacheSalt, Parse, PromptImage, Sampling
 from kvferry.engine.vllm.template_tokens import TemplateTokens
 from kvferry.errors import ContextLengthExceeded
 
@@ -35,7 +35,7 @@ COMPLETION_FIELDS = SAMPLING_FIELDS | {"prompt", "max_tokens", "seed", "add_spec
 
 ROLES = frozenset({"system", "user", "assistant"})
 
-_NUM_KEPT_SAMPLINGS = 512
+_NUM_KEPT_SAMPLINGS = 4096
 CHARS_PER_PART = 50  # that a message, or a part of one, takes as long as, besides its own
 
 
@@ -100,6 +100,7 @@ class PlainPrompts:
         # Names of vLLM's that each request needs: an import statement takes longer than an attribute.
         self._parse_chat_messages, self._get_max_tokens = parse_chat_messages, get_max_tokens
         self._default_max_tokens = CompletionRequest.model_fields["max_tokens"].default
+        # By salt too: stop strings are texts, and a tenant's requests must not tell by their time what others sent.
         self._sampling_of = functools.lru_cache(_NUM_KEPT_SAMPLINGS)(self._resolve)
         self._template_tokens = self._tokens_of_template()
 
@@ -122,11 +123,11 @@ class PlainPrompts:
             COMPLETION_FIELDS.issuperset(body) and body.get("seed") != -1 and set(map(type, prompts_of(body))) == {str}
         )
 
-    def chat(self, body: Mapping[str, Any]) -> Rendered | None:
+    def chat(self, body: Mapping[str, Any], *, salt: CacheSalt = ANYBODY.salt) -> Rendered | None:
         """Render a body that `takes_chat`. None: use vLLM's renderer. Raises ContextLengthExceeded."""
         try:
             text = self._render(self._conversation(body["messages"]))
-            return self._rendered("chat", text, body, self._template_tokens.encode)
+            return self._rendered("chat", text, body, self._template_tokens.encode, salt)
         except ContextLengthExceeded:
             raise
         except Exception:  # vLLM's renderer reports it
@@ -161,7 +162,9 @@ class PlainPrompts:
                 conversation.extend(parsed)
         return conversation
 
-    def completions(self, body: Mapping[str, Any], prompts: Sequence[str]) -> list[Rendered] | None:
+    def completions(
+        self, body: Mapping[str, Any], prompts: Sequence[str], *, salt: CacheSalt = ANYBODY.salt
+    ) -> list[Rendered] | None:
         """Render some prompts of a body that `takes_completion`. None: use vLLM's renderer.
 
         Raises ContextLengthExceeded.
@@ -170,7 +173,7 @@ class PlainPrompts:
         all_rendered = []
         try:
             for prompt in prompts:
-                rendered = self._rendered("completion", prompt, body, encode)
+                rendered = self._rendered("completion", prompt, body, encode, salt)
                 if rendered is None:
                     return None
                 all_rendered.append(rendered)
@@ -186,7 +189,7 @@ class PlainPrompts:
         return array("I", encoding.ids)
 
     def _rendered(
-        self, kind: str, text: str, body: Mapping[str, Any], encode: Callable[[str], array[int]]
+        self, kind: str, text: str, body: Mapping[str, Any], encode: Callable[[str], array[int]], salt: CacheSalt
     ) -> Rendered | None:
         if len(text) > self._max_chars:
             raise too_many_chars(
@@ -205,10 +208,10 @@ class PlainPrompts:
                 self._serving.default_sampling_params,
                 self._serving.override_max_tokens,
             )
-        sampling = self._sampling_of(kind, msgspec.json.encode(asked))
+        sampling = self._sampling_of(kind, msgspec.json.encode(asked), salt)
         return Rendered(token_ids, structs.replace(sampling, max_tokens=max_tokens, seed=body.get("seed")))
 
-    def _resolve(self, kind: str, asked: bytes) -> Sampling:
+    def _resolve(self, kind: str, asked: bytes, _: CacheSalt) -> Sampling:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 

@@ -171,7 +171,8 @@ class VllmRenderer:
             rendered = await self._chat_with_images(body, images, asker)
         elif self._plain is not None and self._plain.takes_chat(body):
             cost = sum(map(cost_in_chars, body["messages"]))
-            rendered = await self._at_once_if_short(self._plain.chat, body, cost, asker)
+            render = functools.partial(self._plain.chat, salt=asker.salt)
+            rendered = await self._at_once_if_short(render, body, cost, asker)
             if rendered is not None and self._plain_parse is not None:
                 rendered = structs.replace(rendered, parse=self._plain_parse)
         if rendered is None:
@@ -206,7 +207,8 @@ class VllmRenderer:
         """Render a few prompts at a time, so that others' prompts need not wait for the whole list."""
         rendered: list[RenderedPrompt] = []
         for part, cost in _in_parts(prompts):
-            some = await self._at_once_if_short(functools.partial(plain.completions, prompts=part), body, cost, asker)
+            render = functools.partial(plain.completions, prompts=part, salt=asker.salt)
+            some = await self._at_once_if_short(render, body, cost, asker)
             if some is None:
                 return None
             rendered += [self._within_context(one, requested, "prompt") for one in some]

@@ -1,0 +1,101 @@
+"""docs/caches-and-lines.md names each cache and line of what requests pass."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "services" / "kvferry"
+PAGE = ROOT / "docs" / "caches-and-lines.md"
+FOLDERS = ("engine", "gateway", "keeper", "link", "pages", "router", "store", "tenancy", "worker")
+NOT_SERVED = ("engine/sim/",)  # the simulated engine
+KINDS = {
+    *("OrderedDict", "deque", "Queue", "SimpleQueue", "PriorityQueue", "LifoQueue", "Semaphore", "BoundedSemaphore"),
+    *("FairTurns", "ThreadPoolExecutor", "DeepThreads", "lru_cache", "cache", "SnapshotQueue"),
+}
+
+
+def _names_of(call: ast.expr) -> Iterator[str]:
+    for node in ast.walk(call):
+        if isinstance(node, ast.Call):
+            called = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+            if isinstance(called, ast.Attribute | ast.Name):
+                yield called.attr if isinstance(called, ast.Attribute) else called.id
+
+
+def _found_in(file: Path) -> Iterator[str]:
+    """Yield `Class.attribute`, `function`, or `name`."""
+
+    def visit(node: ast.AST, owner: str) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                yield from visit(child, f"{child.name}.")
+                continue
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                decorators = {name for each in child.decorator_list for name in (*_names_of(each), ast.unparse(each))}
+                if decorators & {*KINDS, "functools.cache", "functools.lru_cache"}:
+                    yield f"{owner}{child.name}"
+            if isinstance(child, ast.Assign | ast.AnnAssign) and child.value is not None:
+                target = child.targets[0] if isinstance(child, ast.Assign) else child.target
+                if isinstance(target, ast.Attribute | ast.Name) and KINDS & set(_names_of(child.value)):
+                    yield f"{owner}{target.attr if isinstance(target, ast.Attribute) else target.id}"
+            yield from visit(child, owner)
+
+    return visit(ast.parse(file.read_text()), "")
+
+
+def _found() -> set[str]:
+    return {
+        f"{path}:{name}"
+        for folder in FOLDERS
+        for file in sorted((PACKAGE / folder).rglob("*.py"))
+        if not (path := str(file.relative_to(PACKAGE))).startswith(NOT_SERVED)
+        for name in _found_in(file)
+    }
+
+
+def _rows() -> list[list[str]]:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def test_each_cache_and_line_has_a_row_and_each_row_a_cache_or_line() -> None:
+    named = [name for row in _rows() for name in re.findall(r"`([^`]+)`", row[0])]
+    assert len(named) == len(set(named))
+    assert set(named) == _found()
+
+
+def test_each_row_that_tenants_share_names_tests_that_are_there() -> None:
+    shared = [row for row in _rows() if len(row) == 5]
+    assert len(shared) > 10
+    for row in shared:
+        assert all(row), row
+        tests = re.findall(r"`(tests/[^`]+)::(\w+)`", row[4])
+        assert tests, row
+        for path, name in tests:
+            assert re.search(rf"^\s*(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), (path, name)
+
+
+def test_the_search_finds_what_a_module_may_write() -> None:
+    source = """
+import functools
+class A:
+    kept: "OrderedDict[int, int]" = field(default_factory=dict)
+    def __init__(self):
+        self._line: deque[int] = collections.deque()
+        self._calls = functools.lru_cache(7)(self._make)
+        self._typed = OrderedDict[int, str]()
+        self._plain = {}
+    @functools.cache
+    def made(self): ...
+@lru_cache(maxsize=3)
+def name(): ...
+turns = asyncio.Semaphore(2)
+"""
+    file = Path(__file__).with_suffix(".none")
+    found = _found_in(type("File", (), {"read_text": lambda _: source})())  # type: ignore[arg-type]
+    assert sorted(found) == ["A._calls", "A._line", "A._typed", "A.made", "name", "turns"]
+    assert not file.exists()
