@@ -493,7 +493,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         at("config.gateway.images.max_per_request", 4),
-        "gateway.resources.limits.memory is 4Gi and config.gateway.images is set: a gateway may take 6530 MiB",
+        "gateway.resources.limits.memory is 4Gi and config.gateway.images is set: a gateway may take 5242 MiB",
     ),
     (
         merged(WEIGHTS, at("config.model.path", "/models/m")),
@@ -1353,14 +1353,14 @@ def test_a_gateway_s_memory_is_compared_with_what_its_limits_allow(tmp_path: Pat
         return text
 
     images = at("config.gateway.images", {"max_per_request": 4, "processes": 1})
-    limit = at("gateway.resources.limits.memory", "5506Mi")
+    limit = at("gateway.resources.limits.memory", "4218Mi")
     assert "a gateway may take" not in notes(images, limit).lower()
-    with pytest.raises(helm_check.CheckFailed, match="may take 5506 MiB"):
-        notes(images, at("gateway.resources.limits.memory", "5505Mi"))
+    with pytest.raises(helm_check.CheckFailed, match="may take 4218 MiB"):
+        notes(images, at("gateway.resources.limits.memory", "4217Mi"))
     for enough in ({"gateway": {"resources": {"limits": None}}}, at("config.engine.kind", "sim")):
         notes(images, enough)
     notes(at("config.gateway.images.max_per_request", 0))
-    assert "A gateway may take 6319 MiB" in notes(MODELS)
+    assert "A gateway may take 2455 MiB" in notes(MODELS, at("gateway.resources.limits.memory", "2Gi"))
     assert "a gateway may take" not in notes({}).lower()
 
 

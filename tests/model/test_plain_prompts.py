@@ -232,13 +232,13 @@ async def test_a_long_prompt_does_not_hold_up_the_loop(renderer: VllmRenderer, m
     seen: list[bool] = []
     chat = PlainPrompts.chat
 
-    def noting(self: PlainPrompts, body: Mapping[str, Any]) -> Rendered | None:
+    def noting(self: PlainPrompts, body: Mapping[str, Any], *, salt: CacheSalt) -> Rendered | None:
         try:
             asyncio.get_running_loop()
             seen.append(True)
         except RuntimeError:
             seen.append(False)
-        return chat(self, body)
+        return chat(self, body, salt=salt)
 
     monkeypatch.setattr(PlainPrompts, "chat", noting)
     for text in ("short", "x " * vllm_renderer.MOST_CHARS_AT_ONCE):

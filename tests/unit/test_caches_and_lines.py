@@ -18,31 +18,37 @@ KINDS = {
 }
 
 
+def _name_of(node: ast.AST) -> str | None:
+    if not isinstance(node, ast.Call):
+        return None
+    called = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+    return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else None
+
+
 def _names_of(call: ast.expr) -> Iterator[str]:
-    for node in ast.walk(call):
-        if isinstance(node, ast.Call):
-            called = node.func.value if isinstance(node.func, ast.Subscript) else node.func
-            if isinstance(called, ast.Attribute | ast.Name):
-                yield called.attr if isinstance(called, ast.Attribute) else called.id
+    yield from filter(None, map(_name_of, ast.walk(call)))
 
 
 def _found_in(file: Path) -> Iterator[str]:
     """Yield `Class.attribute`, `function`, or `name`."""
 
-    def visit(node: ast.AST, owner: str) -> Iterator[str]:
+    def visit(node: ast.AST, owner: str, *, in_function: bool = False) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef):
                 yield from visit(child, f"{child.name}.")
                 continue
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 decorators = {name for each in child.decorator_list for name in (*_names_of(each), ast.unparse(each))}
                 if decorators & {*KINDS, "functools.cache", "functools.lru_cache"}:
                     yield f"{owner}{child.name}"
             if isinstance(child, ast.Assign | ast.AnnAssign) and child.value is not None:
                 target = child.targets[0] if isinstance(child, ast.Assign) else child.target
-                if isinstance(target, ast.Attribute | ast.Name) and KINDS & set(_names_of(child.value)):
+                # A variable of a function ends with its call, unless it is put somewhere, as by `setdefault`.
+                ends = in_function and isinstance(target, ast.Name) and _name_of(child.value) in KINDS
+                if isinstance(target, ast.Attribute | ast.Name) and KINDS & set(_names_of(child.value)) and not ends:
                     yield f"{owner}{target.attr if isinstance(target, ast.Attribute) else target.id}"
-            yield from visit(child, owner)
+            yield from visit(child, owner, in_function=in_function or is_function)
 
     return visit(ast.parse(file.read_text()), "")
 
@@ -89,6 +95,8 @@ class A:
         self._calls = functools.lru_cache(7)(self._make)
         self._typed = OrderedDict[int, str]()
         self._plain = {}
+        line = self._lines.setdefault(1, deque())
+        others = deque(self._line)
     @functools.cache
     def made(self): ...
 @lru_cache(maxsize=3)
@@ -97,5 +105,5 @@ turns = asyncio.Semaphore(2)
 """
     file = Path(__file__).with_suffix(".none")
     found = _found_in(type("File", (), {"read_text": lambda _: source})())  # type: ignore[arg-type]
-    assert sorted(found) == ["A._calls", "A._line", "A._typed", "A.made", "name", "turns"]
+    assert sorted(found) == ["A._calls", "A._line", "A._typed", "A.line", "A.made", "name", "turns"]
     assert not file.exists()

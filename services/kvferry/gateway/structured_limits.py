@@ -40,6 +40,8 @@ def check_structured_outputs(structured_outputs: Mapping[str, Any]) -> None:
             _check_length(field, len(spec.encode(errors="surrogatepass")), MAX_SPEC_BYTES)
             # Only an object: vLLM would read a text inside the text once more.
             spec = object_of(field, spec)
+        if spec == [] or (isinstance(spec, str) and "\0" in spec):
+            raise InvalidRequest(f"{field}: {'it is empty' if spec == [] else 'it has a NUL character'}", param=field)
         _check_spec(field, spec)
 
 

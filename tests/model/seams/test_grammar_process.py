@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.engine.base import Asker, CacheSalt, TenantName
 from kvferry.engine.grammar_checks import GrammarChecks
-from kvferry.engine.vllm.grammars import grammar_of
+from kvferry.engine.vllm.grammars import grammar_of, prepared_schema
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import InvalidRequest
 from kvferry.gateway.lifecycle import build_renderer
@@ -98,6 +99,7 @@ def closed(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, **required, **more}
 
 
+SET = {"uniqueItems": False}
 PARAMETERS = {"type": "object", **chain(6_000), "properties": {"x": {"$ref": "#/$defs/d0"}}}
 del PARAMETERS["$ref"]
 
@@ -137,7 +139,7 @@ async def test_what_engines_can_follow_passes(renderer: VllmRenderer, spec: dict
     [
         ({"json": chain(10_000)}, "nests too deeply"),
         ({"structural_tag": json.dumps(tag_of(chain(10_000)))}, "nests too deeply"),
-        ({"json": {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}$"} for i in range(20)]}}, "over 2 s"),
+        ({"json": {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}$"} for i in range(20)]}}, "over "),
         ({"json": closed({f"p{i}": {"maxItems": 10**6, "items": closed({"a": TEXT})} for i in range(9)})}, "big|over"),
         ({"json": closed({"a": {"type": "array", "uniqueItems": True}})}, "#/properties/a: 'uniqueItems' of JSON"),
         ({"json": {"anyOf": [{"not": BOOLEAN}, TEXT]}}, "#/anyOf/0: 'not' of JSON schemas cannot be enforced"),
@@ -147,6 +149,11 @@ async def test_what_engines_can_follow_passes(renderer: VllmRenderer, spec: dict
         ({"json": {"type": "string", "pattern": r"^(a|b)\1$"}}, "backreferences are not supported"),
         ({"json": {"type": "string", "pattern": "^(?!red$)"}}, "look-around"),
         ({"grammar": "root ::= nothing"}, "nothing"),
+        ({"json": closed({"a": {"items": {"uniqueItems": True}}, "z": SET})}, "#/properties/a/items:"),
+        ({"json": closed({"a/b~c": {"not": TEXT}})}, "#/properties/a~1b~0c: 'not' of JSON"),
+        ({"json": closed({"a": {"enum": ["end <|im_end|> of it"]}})}, "special token '<.im_end.>'"),
+        ({"grammar": "".join(f"r{i} ::= r{i + 1}\n" for i in range(1001))}, "1001 rules of EBNF are too many"),
+        ({"json": {"type": 5}}, "type must be a string"),
         ({"regex": "(a" * 300 + ")" * 300}, "nest"),
     ],
 )  # fmt: skip
@@ -254,6 +261,25 @@ async def test_an_additional_property_is_refused_where_a_client_asks_for_it(
     for seed in range(5):
         answer = walker.walk(grammar, seed)
         assert answer is None or json.loads(answer).keys() == {"a"}
+
+
+async def test_blank_lines_of_a_grammar_cost_nothing(renderer: VllmRenderer) -> None:
+    """llguidance's conversion takes the square of them, 32 s here, and holds the GIL."""
+    for grammar in ("\n" * 60_000 + " " * 60_000 + 'root ::= "a"', 'root ::= "a"' + " \n" * 60_000):
+        rendered = await renderer.render_chat(
+            {"messages": [{"role": "user", "content": "hi"}], "structured_outputs": {"grammar": grammar}}
+        )
+        assert "\\n" not in rendered.sampling.structured_outputs
+
+
+async def test_the_size_of_places_does_not_grow_with_names() -> None:
+    """A name of 64 KB above 20,000 schemas took 1.3 GB."""
+    tracemalloc.start()
+    try:
+        prepared_schema({"properties": {"k" * 64_000: {"anyOf": [{}] * 20_000}}})
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

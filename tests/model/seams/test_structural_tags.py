@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from kvferry import model_folder
+from kvferry.engine.vllm import structural_tags
 from kvferry.engine.vllm.grammars import prepared_schema, special_tokens_of
 from kvferry.engine.vllm.structural_tags import lark_of
 from kvferry.errors import InvalidRequest
@@ -192,6 +194,17 @@ FORMATS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
         {"type": "repeat", "content": {"type": "const_string", "value": "ab"}, "min": 1, "max": 2},
         ("ab", "abab"), ("", "ababab"),
     ),
+    "repeat without end": (
+        {"type": "repeat", "content": {"type": "const_string", "value": "ab"}, "min": 1, "max": -1},
+        ("ab", "ababab"), ("",),
+    ),
+    "repeat never": (
+        {"type": "repeat", "content": {"type": "const_string", "value": "ab"}, "min": 0, "max": 0},
+        ("",), ("ab",),
+    ),
+    "any JSON": ({"type": "json_schema", "json_schema": True}, ("1", '"a"', "[1]"), ("a",)),
+    "escapes": ({"type": "regex", "pattern": "a\\\\d/\\w"}, ("a\\d/x",), ("a\\1/x", "a\\d/é")),
+    "a line end that may not be": ({"type": "any_text", "excludes": ["a\nb"]}, ("a b",), ("xa\nbx",)),
     "star": ({"type": "star", "content": {"type": "const_string", "value": "ab"}}, ("", "abab"), ("aba",)),
 }  # fmt: skip
 
@@ -299,12 +312,130 @@ def test_limits_that_cannot_be_kept_are_refused(libraries: Libraries, node: dict
         libraries.follows({"type": "structural_tag", "format": node}, "")
 
 
-@pytest.mark.parametrize("value", [{"type": "string", "format": "date"}, {"type": "string", "pattern": "^a|b$"}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "string", "format": "date"},
+        {"type": "string", "pattern": "^a|b$"},
+        {"type": "string", "pattern": 5},
+        {"type": "string", "minLength": "0}/ | /x"},
+        {"type": "string", "minLength": True},
+        {"type": ["string", "integer"], "maxLength": 3},
+        {"type": 5},
+        {"enum": None},
+        {"enum": []},
+        {"$ref": "#/components/schemas/X"},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"allOf": [{"type": "string"}, {"maxLength": 3}]},
+        {"anyOf": [{"type": "string"}], "maxLength": 3},
+        {"type": "string", "not": {"const": "a"}},
+        False,
+        [],
+    ],
+    ids=str,
+)
 def test_what_a_parameter_that_is_no_json_cannot_have(libraries: Libraries, value: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"n": value}}
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "style": "qwen_xml", "json_schema": schema}}
     with pytest.raises(InvalidRequest):
         libraries.follows(tag, "")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"c": {"type": "string"}}, "required": 5},
+        {"properties": {"c": {"type": "string"}}, "required": [[]]},
+        {"properties": {"c": {"type": "string"}}, "required": ["d"]},
+        {"properties": ["a"]},
+        {"anyOf": [{"properties": {"a": {}}}]},
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+        {"if": {}, "properties": {}},
+        False,
+        5,
+    ],
+    ids=str,
+)
+def test_parameters_of_a_tool_that_are_none_are_refused(libraries: Libraries, schema: Any) -> None:
+    tag = {"structures": [], "triggers": []}
+    content = {"type": "json_schema", "style": "qwen_xml", "json_schema": schema}
+    assert lark_of(tag, {}, prepared_schema)
+    grammar = structural_tags._Grammar({}, prepared_schema)
+    with pytest.raises(InvalidRequest):
+        grammar.expression(content)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/N"},
+        {"allOf": [{"$ref": "#/$defs/N"}]},
+        {"type": "object", "properties": {"n": {"$ref": "#/$defs/a~1b"}}, "required": ["n"]},
+    ],
+    ids=str,
+)
+def test_parameters_of_a_tool_by_reference(libraries: Libraries, schema: dict[str, Any]) -> None:
+    """A recursive pydantic model's."""
+    number = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    schema = {**schema, "$defs": {"N": number, "a/b": {"type": "integer"}}}
+    begin, end = XML["qwen_xml"]
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "style": "qwen_xml", "json_schema": schema}}
+    assert [text for text in ("1", "x") if libraries.follows(tag, f"{begin}{text}{end}")] == ["1"]
+    assert not libraries.follows(tag, "")
+
+
+@pytest.mark.parametrize(
+    ("value", "right"),
+    [
+        ({"type": "string", "pattern": "^(ab|true)$"}, ["ab", "true"]),
+        ({"type": "string", "format": "phone", "maxLength": 1.0}, ["1", ""]),
+        ({"type": ["string", "null"], "maxLength": 2}, ["null", "1", "ab", ""]),
+        ({"type": "string", "enum": [f"e{i}" for i in range(3_000)] + ["ab"]}, ["ab"]),
+        ({"type": "string", "pattern": r"^\d$"}, ["1"]),
+        ({"properties": {"a": {"type": "integer"}}}, ['{"a":1}']),
+    ],
+    ids=str,
+)
+def test_ordinary_parameters(libraries: Libraries, value: dict[str, Any], right: list[str]) -> None:
+    begin, end = XML["qwen_xml"]
+    schema = {"type": "object", "properties": {"n": value}, "required": ["n"]}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "style": "qwen_xml", "json_schema": schema}}
+    assert [text for text in TEXTS if libraries.follows(tag, f"{begin}{text}{end}")] == right
+
+
+def test_what_a_model_may_not_say_it_may_not_say_before_a_call(libraries: Libraries) -> None:
+    """Else it would have to make a call then."""
+    tag = tag_of("qwen_3_5", "auto").model_dump()
+    assert libraries.follows(tag, "hi hm")
+    assert not libraries.follows(tag, "hi <think> hm")
+
+
+def _nested(num_levels: int) -> dict[str, Any]:
+    node: dict[str, Any] = {"type": "const_string", "value": "a"}
+    for _ in range(num_levels):
+        tag = {"type": "tag", "begin": "<a>", "content": node, "end": "</a>"}
+        node = {"type": "triggered_tags", "triggers": ["<a>"], "tags": [tag], "at_least_one": True}
+    return {"format": node}
+
+
+def _branching() -> dict[str, Any]:
+    definitions: dict[str, Any] = {f"D{i}": {"anyOf": [{"$ref": f"#/$defs/D{i + 1}"}] * 20} for i in range(8)}
+    definitions["D8"] = {"type": "integer"}
+    schema = {"properties": {"a": {"$ref": "#/$defs/D0"}}, "$defs": definitions}
+    return {"format": {"type": "json_schema", "style": "qwen_xml", "json_schema": schema}}
+
+
+def _triggers() -> dict[str, Any]:
+    tags = [{"begin": f"t{i}", "end": ""} for i in range(1_000)]
+    return {"structures": tags, "triggers": [f"t{i}" for i in range(1_000)]}
+
+
+@pytest.mark.parametrize("tag", [_nested(22), _branching(), _triggers()], ids=["nested", "branching", "triggers"])
+def test_what_would_grow_without_end_is_refused_in_a_moment(tag: dict[str, Any]) -> None:
+    begun_s = time.process_time()
+    with pytest.raises(InvalidRequest, match=r"too large|too many"):
+        lark_of(tag, {}, prepared_schema)
+    assert time.process_time() - begun_s < 20.0, "minutes, and gigabytes, before"
 
 
 def test_references_of_parameters_that_lead_nowhere_end(libraries: Libraries) -> None:

@@ -129,6 +129,12 @@ async def test_no_more_run_and_wait_than_are_allowed(checks: GrammarChecks) -> N
     await asyncio.gather(*held, return_exceptions=True)
 
 
+async def test_equal_grammars_of_a_salt_that_wait_are_tried_once(checks: GrammarChecks) -> None:
+    await checks.check("ok", ANYBODY, param=None)
+    await asyncio.gather(*(checks.check("ok again", ANYBODY, param=None) for _ in range(NUM_FORKS + MAX_WAITING)))
+    assert checks.outcomes["ok"] <= 1 + NUM_FORKS
+
+
 async def test_what_passed_is_kept_up_to_a_number(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "MAX_PASSED", 2)
     for spec in ("ok 1", "ok 2", "ok 1", "ok 3", "ok 1", "ok 2"):

@@ -182,7 +182,7 @@ is set. Empty: any, or the limit of its pods is enough.
 {{- $bodies := div (mul 2 ($gateway.max_pending_body_bytes | default 268435456)) 1048576 -}}
 {{- $tokens := div (mul 4 ($gateway.max_prompt_tokens | default 16777216)) 1048576 -}}
 {{- $num := add (ternary 1 0 (ne (include "kvferry.servesDefault" .) "")) (len (.Values.config.models | default list)) -}}
-{{- $needed := add 811 $bodies $tokens (mul $num 1124) -}}
+{{- $needed := add 811 $bodies $tokens (mul $num 356) -}}
 {{- if and $images (ne (int (dig "max_per_request" 8 $images)) 0) (include "kvferry.servesDefault" .) -}}
 {{- $needed = add $needed 811 (mul ($images.processes | default 2) ($images.memory_mib | default 1024)) ($images.max_pending_mib | default 512) (int (dig "cache_mib" 128 $images)) -}}
 {{- end -}}

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from kvferry.engine.vllm.structural_tags import lark_of
+from kvferry.engine.vllm.structural_tags import FORMATS, lark_of
 from kvferry.errors import InvalidRequest
 
-# Of llguidance 1.7. The standard calls formats annotations: others restrict nothing.
-FORMATS: Final = frozenset(
-    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
-)
+log = logging.getLogger(__name__)
+
 # Free to add white space, a small model adds line ends until its answer is cut.
 _COMPACT: Final = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
-_UNKNOWN_KEYWORDS = re.compile(r"^(?:\S+: )?Unimplemented keys: (\[.*\])")
+_UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: (\[.*\])")
+_MAX_EBNF_RULES = 1000
+_MAX_POINTER_CHARS = 200
 _ONE_OF = "oneOf constraints are not supported"
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -38,18 +41,36 @@ def prepared_spec(spec: str, special_tokens: Mapping[str, int]) -> str:
     Raises InvalidRequest, without the field's name.
     """
     values = json.loads(spec)
-    if "structural_tag" in values:
-        return json.dumps({"grammar": lark_of(json.loads(values["structural_tag"]), special_tokens, prepared_schema)})
-    if "json_object" in values:
-        return json.dumps({"json": prepared_schema({"type": "object"})})
-    if "json" not in values:
-        return spec
-    schema = json.loads(values["json"]) if isinstance(values["json"], str) else values["json"]
-    if values.get("disable_additional_properties"):
-        from vllm.v1.structured_output.backend_guidance import process_for_additional_properties
+    prepare = functools.partial(prepared_schema, special=_special_in(special_tokens))
+    try:
+        if "structural_tag" in values:
+            return json.dumps({"grammar": lark_of(json.loads(values["structural_tag"]), special_tokens, prepare)})
+        if "json_object" in values:
+            return json.dumps({"json": prepare({"type": "object"})})
+        if "grammar" in values:
+            return json.dumps({**values, "grammar": _without_blank_lines(values["grammar"])})
+        if "json" not in values:
+            return spec
+        schema = json.loads(values["json"]) if isinstance(values["json"], str) else values["json"]
+        if values.get("disable_additional_properties"):
+            from vllm.v1.structured_output.backend_guidance import process_for_additional_properties
 
-        schema = process_for_additional_properties(schema)
-    return json.dumps({"json": prepared_schema(schema)})
+            schema = process_for_additional_properties(schema)
+        return json.dumps({"json": prepare(schema)})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        # Of a schema that is none: its values have types that no schema's have.
+        log.debug("a client's grammar", exc_info=True)
+        raise InvalidRequest(f"it is no valid schema or tag ({type(error).__name__})") from None
+
+
+def _without_blank_lines(grammar: str) -> str:
+    """Raises InvalidRequest for more rules than llguidance's conversion of EBNF takes in a moment."""
+    # Its regexes take the square of a run of white space, and its loops the square of the rules, with the GIL.
+    if grammar.count("::=") > _MAX_EBNF_RULES:
+        raise InvalidRequest(
+            f"{grammar.count('::=')} rules of EBNF are too many; at most {_MAX_EBNF_RULES} are allowed"
+        )
+    return "\n".join(line for line in grammar.split("\n") if line.strip())
 
 
 def grammar_of(spec: str) -> str:
@@ -57,28 +78,38 @@ def grammar_of(spec: str) -> str:
 
     Raises InvalidRequest, without the field's name.
     """
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.structured_output.backend_guidance import serialize_guidance_grammar
     from vllm.v1.structured_output.request import get_structured_output_key
 
     from kvferry.engine.vllm.sampling import structured_from_json
 
-    params = structured_from_json(spec)
-    assert params is not None
     try:
+        params = structured_from_json(spec)
+        assert params is not None
         return str(serialize_guidance_grammar(*get_structured_output_key(params)))
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(str(error).strip().partition("\n")[0]) from None
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError, VLLMValidationError) as error:
+        raise InvalidRequest(str(error).strip().partition("\n")[0] or "it is no valid grammar") from None
 
 
-def prepared_schema(schema: Any) -> Any:
-    """Return a copy for answers without needless white space."""
+def _special_in(special_tokens: Mapping[str, int]) -> re.Pattern[str] | None:
+    return re.compile("|".join(map(re.escape, special_tokens))) if special_tokens else None
+
+
+def prepared_schema(schema: Any, special: re.Pattern[str] | None = None) -> Any:
+    """Return a copy for answers without needless white space. Raises InvalidRequest for a text with a special token."""
     copy = json.loads(json.dumps(schema))
-    for _, each in _subschemas(copy):
+    for each, _ in _subschemas(copy):
         # They restrict nothing, and llguidance does not know them.
         if isinstance(each.get("format"), str) and each["format"] not in FORMATS:
             del each["format"]
         if each.get("uniqueItems") is False:
             del each["uniqueItems"]
+        if special is not None:
+            texts = [*_listed(each.get("enum")), each.get("const"), *_listed(each.get("properties"))]
+            # llguidance forces the token, which no text of an answer may have.
+            if found := next((found for t in texts if isinstance(t, str) and (found := special.search(t))), None):
+                raise InvalidRequest(f"no text of a schema may have the special token {found[0]!r}")
     if copy is True:
         copy = {}
     if isinstance(copy, dict):
@@ -86,30 +117,52 @@ def prepared_schema(schema: Any) -> Any:
     return copy
 
 
-def with_place(reason: str, spec: str) -> str:
-    """Add the place of the keywords that llguidance's reason names."""
-    found, schema = _UNKNOWN_KEYWORDS.search(reason), json.loads(spec).get("json")
-    is_one_of = reason.startswith(_ONE_OF)
-    if schema is None or not (found or is_one_of):
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | dict) else []
+
+
+def with_place(reason: str, made: str) -> str:
+    """Return llguidance's reason in a client's words, with the place of the keywords that it names.
+
+    `made` is `prepared_spec`'s.
+    """
+    if reason.startswith("panic: "):
+        return "its grammar is too large"
+    found, is_one_of = _UNKNOWN_KEYWORDS.search(reason), _ONE_OF in reason
+    if not (found or is_one_of):
         return reason
     keywords = json.loads(found[1]) if found is not None else ["oneOf"]
-    place = next((place for place, each in _subschemas(schema) if each.keys() & set(keywords)), "")
-    named = f"#{place}: {' and '.join(map(repr, keywords))} of JSON schemas cannot be enforced"
+    schema = json.loads(made).get("json")
+    place = next((place for each, place in _subschemas(schema) if each.keys() & set(keywords)), None)
+    where = f"#{_pointer(place)}: " if schema is not None else ""
+    named = f"{where}{' and '.join(map(repr, keywords))} of JSON schemas cannot be enforced"
     return f"{named} where a value may fit several of its schemas; anyOf can" if is_one_of else named
 
 
-def _subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each schema in a schema, itself first, and its place as a JSON pointer."""
-    waiting = [("", schema)]
+_Place = tuple[Any, ...]  # the outer schema's place, and names
+
+
+def _pointer(place: _Place | None) -> str:
+    """Return a JSON pointer."""
+    names: list[str] = []
+    while place:
+        place, *last = place
+        names[:0] = [str(name).replace("~", "~0").replace("/", "~1") for name in last]
+    return "".join(f"/{name}" for name in names)[:_MAX_POINTER_CHARS]
+
+
+def _subschemas(schema: Any) -> Iterator[tuple[dict[str, Any], _Place]]:
+    """Yield each schema in a schema, itself first, and its place."""
+    waiting: deque[tuple[Any, _Place]] = deque([(schema, ())])
     while waiting:
-        place, each = waiting.pop()
+        each, place = waiting.popleft()
         if not isinstance(each, dict):
             continue
-        yield place, each
+        yield each, place
         for name in _NAMED_SCHEMAS:
             if isinstance(each.get(name), dict):
-                waiting += [(f"{place}/{name}/{key}", value) for key, value in each[name].items()]
+                waiting += [(value, (place, name, key)) for key, value in each[name].items()]
         for name in _LISTS:
             if isinstance(each.get(name), list):
-                waiting += [(f"{place}/{name}/{i}", value) for i, value in enumerate(each[name])]
-        waiting += [(f"{place}/{name}", each[name]) for name in _SCHEMAS if isinstance(each.get(name), dict)]
+                waiting += [(value, (place, name, i)) for i, value in enumerate(each[name])]
+        waiting += [(each[name], (place, name)) for name in _SCHEMAS if isinstance(each.get(name), dict)]

@@ -8,14 +8,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from kvferry.engine.vllm.lark_patterns import ANYTHING, escaped, lark_pattern, whole_pattern
 from kvferry.errors import InvalidRequest
 
+# Of llguidance 1.7. The standard calls formats annotations: others restrict nothing.
+FORMATS: Final = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
+)
 _HEADER = "%llguidance {}"
-_ANY_OBJECT = {"type": "object"}
+MAX_LARK_CHARS = 4 << 20  # written in all, where parts are written into others; GrammarChecks takes 1 MiB
+_NODE_CHARS = 16  # that each format and parameter counts at least
+_MAX_TRIGGER_CHECKS = 100_000
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "nullable", "$defs", "definitions", "type"}
+)
+_NOT_ENFORCED = ("not", "if", "allOf", "$ref")
 _LIMITS_OF_TEXT = frozenset({"pattern", "format", "minLength", "maxLength"})
 _LIMITS_OF_FORMATS = ("any_order", "max_tokens", "max_chars")
 _MOST_REFERENCES = 64  # from one to the next
@@ -104,6 +115,7 @@ def _format_of(tag: Mapping[str, Any]) -> Mapping[str, Any]:
 class _Grammar:
     def __init__(self, special_tokens: Mapping[str, int], prepare: Callable[[Any], Any]) -> None:
         self.rules: list[str] = []
+        self._num_chars = 0
         self._special_tokens = special_tokens
         self._prepare = prepare
         longest_first = sorted(special_tokens, key=len, reverse=True)
@@ -112,30 +124,38 @@ class _Grammar:
     def expression(self, node: Mapping[str, Any]) -> str:
         write = _WRITERS.get(node["type"])
         if write is None:
-            raise InvalidRequest(f"calls in this model's format cannot be enforced ({node['type']})", param="tools")
-        if limit := next((name for name in _LIMITS_OF_FORMATS if node.get(name)), None):
-            raise InvalidRequest(f"{node['type']} with {limit} cannot be enforced", param="structured_outputs")
+            raise InvalidRequest(f"calls in this model's format cannot be enforced ({node['type']})")
+        self._count(_NODE_CHARS)
+        _require_no_limits(node)
         return write(self, node)
+
+    def _count(self, num_chars: int) -> None:
+        # While it is written: alternatives in alternatives grow exponentially.
+        self._num_chars += num_chars
+        if self._num_chars > MAX_LARK_CHARS:
+            raise InvalidRequest(f"its grammar is too large: over {MAX_LARK_CHARS} characters")
 
     def literal(self, text: str) -> str:
         """Return terminals; special tokens are tokens."""
+        self._count(len(text) + _NODE_CHARS)
         pieces = self._special.split(text) if self._special is not None else [text]
         ids = self._special_tokens
         return " ".join(f"<[{ids[piece]}]>" if piece in ids else json.dumps(piece) for piece in pieces if piece) or '""'
 
     def _rule(self, expression: str, *, prefix: str = "r", attributes: str = "") -> str:
+        self._count(len(expression))
         name = f"{prefix}{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {expression}")
         return name
 
     def _text(self, excludes: Sequence[str] = ()) -> str:
         """Return a terminal."""
-        without = "".join(f" & ~/(.|\\n)*{_escaped(each)}(.|\\n)*/" for each in excludes if each)
-        return self._rule(f"/(.|\\n)*/{without}", prefix="TEXT")
+        without = "".join(f" & ~/{ANYTHING}{escaped(each)}{ANYTHING}/" for each in excludes if each)
+        return self._rule(f"/{ANYTHING}/{without}", prefix="TEXT")
 
-    def _text_until(self, ends: Sequence[str]) -> str:
+    def _text_until(self, ends: Sequence[str], excludes: Sequence[str] = ()) -> str:
         """Return a rule of any text and the first of some ends."""
-        text = self._text()
+        text = self._text(excludes)
         if any(end in self._special_tokens for end in ends):
             return self._rule(f"{text} ({' | '.join(map(self.literal, ends))})")  # which no text contains
         return self._rule(f"{text} ({' | '.join(map(json.dumps, ends))})", prefix="until", attributes="[lazy]")
@@ -143,18 +163,31 @@ class _Grammar:
     def json_schema(self, node: Mapping[str, Any]) -> str:
         schema, style = node["json_schema"], node.get("style", "json")
         if style == "json":
-            schema = _ANY_OBJECT if schema is True else schema
-            return f"%json {json.dumps(self._prepare(schema))}"
+            return self._json({} if schema is True else schema)
         if style not in _XML_STYLES:
-            raise InvalidRequest(f"parameters in this model's format cannot be enforced ({style})", param="tools")
+            raise InvalidRequest(f"parameters in this model's format cannot be enforced ({style})")
         return self._xml(schema, _XML_STYLES[style])
 
+    def _json(self, schema: Any) -> str:
+        text = json.dumps(self._prepare(schema))
+        self._count(len(text))
+        return f"%json {text}"
+
     def _xml(self, schema: Any, style: _XmlStyle) -> str:
-        properties = schema.get("properties") if isinstance(schema, dict) else None
-        if not properties:
-            return "" if isinstance(schema, dict) else self._text()
-        required = set(schema.get("required", ()))
+        if schema is True:
+            return self._text()
+        schema = _object(schema, "the parameters of a tool")
         definitions = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema.get(name), dict)}
+        schema = _resolved(schema, definitions)
+        _require_known(schema, "the parameters of a tool", ("anyOf", "oneOf", "patternProperties"))
+        properties = _object(schema.get("properties", {}), "properties")
+        required = schema.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise InvalidRequest("required: expected a list of names")
+        if missing := next((name for name in required if name not in properties), None):
+            raise InvalidRequest(f"required: there is no property {missing[:100]!r}")
+        if not properties and isinstance(schema.get("additionalProperties"), dict):
+            raise InvalidRequest("parameters without names cannot be enforced in this model's format")
         parts = []
         for name, value in properties.items():
             named = style._replace(
@@ -163,52 +196,73 @@ class _Grammar:
             )
             part = self._parameter(named, definitions, value)
             parts.append(part if name in required else f"({part})?")
-        return " ".join(parts)
+        return " ".join(parts) or '""'
 
     def _parameter(self, style: _XmlStyle, definitions: Mapping[str, Any], value: Any, num_levels: int = 0) -> str:
         # A text stands there as it is, and anything else as JSON.
+        self._count(_NODE_CHARS)
         value = _resolved(value, definitions)
+        _require_known(value, "a parameter", ())
         alternatives = value.get("anyOf", value.get("oneOf"))
         if isinstance(alternatives, list) and alternatives:
             if num_levels > _MOST_LEVELS:
-                raise InvalidRequest("a parameter has alternatives that nest too deeply", param="tools")
+                raise InvalidRequest("a parameter has alternatives that nest too deeply")
+            if beside := sorted(value.keys() - _ANNOTATIONS - {"anyOf", "oneOf"}):
+                raise InvalidRequest(f"{beside[0]!r} beside alternatives cannot be enforced in this model's format")
             written = [self._parameter(style, definitions, each, num_levels + 1) for each in alternatives]
             return f"({' | '.join(f'({each})' for each in written)})"
         if "enum" in value or "const" in value:
-            values = value.get("enum", [value.get("const")])
-            texts = [
-                style.begin_of_text + each + style.end
-                if isinstance(each, str)
-                else style.begin_of_json + json.dumps(each) + style.end
-                for each in values
-            ]
-            return f"({' | '.join(map(self.literal, texts))})"
-        kinds = value.get("type", _ALL_TYPES)
-        kinds = kinds if isinstance(kinds, list) else [kinds]
+            return self._one_of(value.get("enum", [value.get("const")]), style)
+        kinds = _kinds_of(value)
         others = [kind for kind in kinds if kind != "string"]
         written = []
         if "string" in kinds:
-            written.append(f"{self.literal(style.begin_of_text)} {self._xml_text(value, kinds, style.end)}")
+            written.append(f"{self.literal(style.begin_of_text)} {self._xml_text(value, style.end)}")
+            if value.keys() & _LIMITS_OF_TEXT and others:
+                if others != ["null"]:
+                    raise InvalidRequest(
+                        "limits of a text beside other types cannot be enforced in this model's format"
+                    )
+                written.append(self.literal(f"{style.begin_of_json}null{style.end}"))
+                others = []
         # Where both begin alike, a text may be any JSON too.
         if others and (not written or style.begin_of_json != style.begin_of_text):
-            schema = json.dumps(self._prepare({**definitions, **value, "type": others}))
-            written.append(f"{self.literal(style.begin_of_json)} %json {schema} {self.literal(style.end)}")
+            schema = {**value, "type": others}
+            _require_followed(schema)
+            if '"$ref"' in json.dumps(schema):
+                schema = {**definitions, **schema}
+            written.append(f"{self.literal(style.begin_of_json)} {self._json(schema)} {self.literal(style.end)}")
         return f"({' | '.join(f'({each})' for each in written)})"
 
-    def _xml_text(self, value: Mapping[str, Any], kinds: Sequence[str], end: str) -> str:
-        limits = value.keys() & _LIMITS_OF_TEXT if list(kinds) == ["string"] else ()
-        if not limits:
+    def _one_of(self, values: Any, style: _XmlStyle) -> str:
+        if not isinstance(values, list) or not values:
+            raise InvalidRequest("enum: expected a list of values")
+        texts = [
+            style.begin_of_text + each + style.end
+            if isinstance(each, str)
+            else style.begin_of_json + json.dumps(each) + style.end
+            for each in values
+        ]
+        if self._special is not None and any(map(self._special.search, texts)):
+            return f"({' | '.join(map(self.literal, texts))})"
+        return self._rule(" | ".join(map(json.dumps, texts)), prefix="ENUM")  # one item of llguidance's 2,000 in a row
+
+    def _xml_text(self, value: Mapping[str, Any], end: str) -> str:
+        if value.get("format") in FORMATS:
+            raise InvalidRequest(f"format {value['format']!r} cannot be enforced in this model's format")
+        if not value.keys() & (_LIMITS_OF_TEXT - {"format"}):
             return self._text_until([end])
-        if "format" in limits:
-            raise InvalidRequest("parameters in this model's format cannot have a format", param="tools")
-        length = f"{{{value.get('minLength', 0)},{value.get('maxLength', '')}}}"
-        pattern = f" & /{_whole(value['pattern'])}/" if "pattern" in value else ""
-        text = self._rule(f"/(.|\\n){length}/{pattern}", prefix="TEXT")
+        least, most = (_length(value, name) for name in ("minLength", "maxLength"))
+        pattern = ""
+        if "pattern" in value:
+            if not isinstance(value["pattern"], str):
+                raise InvalidRequest("pattern: expected a text")
+            pattern = f" & /{whole_pattern(value['pattern'])}/"
+        text = self._rule(f"/(.|\\n){{{least or 0},{'' if most is None else most}}}/{pattern}", prefix="TEXT")
         return self._rule(f"{text} {json.dumps(end)}", prefix="until", attributes="[lazy]")
 
     def regex(self, node: Mapping[str, Any]) -> str:
-        pattern = node["pattern"].replace("\n", "\\n").replace("\\d", "[0-9]")  # of ASCII, as in xgrammar
-        return self._rule("/" + re.sub(r"(?<!\\)/", r"\\/", pattern) + "/", prefix="REGEX")
+        return self._rule(f"/{lark_pattern(node['pattern'])}/", prefix="REGEX")
 
     def sequence(self, node: Mapping[str, Any]) -> str:
         return " ".join(f"({self.expression(each)})" for each in node["elements"])
@@ -221,25 +275,31 @@ class _Grammar:
         ends = [_text_of(end) for end in (node["end"] if isinstance(node["end"], list) else [node["end"]])]
         content = node["content"]
         if content["type"] == "any_text" and any(ends):
-            return f"{begin} {self._text_until(ends)}"
+            _require_no_limits(content)
+            if not all(ends):
+                raise InvalidRequest("a tag of any text that may end without its end cannot be enforced")
+            return f"{begin} {self._text_until(ends, content.get('excludes', ()))}"
         return f"{begin} ({self.expression(content)}) ({' | '.join(map(self.literal, ends))})"
 
     def triggered_tags(self, node: Mapping[str, Any]) -> str:
         triggers = node["triggers"]
+        excludes = node.get("excludes", ())
+        if len(triggers) * len(node["tags"]) > _MAX_TRIGGER_CHECKS:
+            raise InvalidRequest(f"{len(triggers)} triggers of {len(node['tags'])} tags are too many")
         by_trigger: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         for tag in node["tags"]:
             trigger = next((each for each in triggers if tag["begin"].startswith(each)), None)
             if trigger is None:
-                raise InvalidRequest(f"no trigger begins {tag['begin'][:100]!r}", param="structured_outputs")
+                raise InvalidRequest(f"no trigger begins {tag['begin'][:100]!r}")
             by_trigger[trigger].append(self.tag(tag, begin=tag["begin"][len(trigger) :]))
         calls = [
-            f"({self._text_until([trigger])} ({' | '.join(f'({each})' for each in tags)}))"
+            f"({self._text_until([trigger], excludes)} ({' | '.join(f'({each})' for each in tags)}))"
             for trigger, tags in by_trigger.items()
             if tags
         ]
         if not calls:
-            return self._text(node.get("excludes", ()))
-        text = self._text([*triggers, *node.get("excludes", ())])
+            return self._text(excludes)
+        text = self._text([*triggers, *excludes])
         call = f"({' | '.join(calls)})"
         if not node.get("at_least_one"):
             return f"({call} | {text})" if node.get("stop_after_first") else f"{call}* {text}"
@@ -253,7 +313,12 @@ class _Grammar:
         return f"{tag}{more}" if node.get("at_least_one") else f"({tag}{more})?"
 
     def repeated(self, node: Mapping[str, Any]) -> str:
-        times = _REPETITIONS.get(node["type"]) or f"{{{node['min']},{node['max']}}}"
+        times = _REPETITIONS.get(node["type"])
+        if times is None:
+            least, most = node["min"], node["max"]
+            if most == 0:
+                return '""'
+            times = f"{{{least},{'' if most < 0 else most}}}"
         return f"({self.expression(node['content'])}){times}"
 
 
@@ -272,41 +337,77 @@ _WRITERS: Mapping[str, Callable[[_Grammar, Mapping[str, Any]], str]] = {
 }
 
 
+def _require_no_limits(node: Mapping[str, Any]) -> None:
+    if limit := next((name for name in _LIMITS_OF_FORMATS if node.get(name)), None):
+        raise InvalidRequest(f"{node['type']} with {limit} cannot be enforced")
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{what}: expected an object, not {json.dumps(value)[:100]}")
+    return value
+
+
+def _length(value: Mapping[str, Any], name: str) -> int | None:
+    length = value.get(name)
+    if length is None or (
+        isinstance(length, int | float) and not isinstance(length, bool) and length == int(length) >= 0
+    ):
+        return None if length is None else int(length)
+    raise InvalidRequest(f"{name}: expected a whole number, not {json.dumps(length)[:100]}")
+
+
+def _require_known(value: Mapping[str, Any], what: str, others: Sequence[str]) -> None:
+    if unknown := next((name for name in (*_NOT_ENFORCED, *others) if name in value), None):
+        raise InvalidRequest(f"{unknown!r} of {what} cannot be enforced in this model's format")
+
+
+def _require_followed(schema: Any) -> None:
+    """Raise for a reference to something that a parameter does not take along."""
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            target = each.get("$ref")
+            if isinstance(target, str) and not target.startswith(("#/$defs/", "#/definitions/")):
+                raise InvalidRequest(f"$ref {target[:100]!r} cannot be followed in this model's format")
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
+
+
+def _kinds_of(value: Mapping[str, Any]) -> list[str]:
+    if "type" not in value:
+        implied = {"properties": "object", "items": "array", "prefixItems": "array", "additionalProperties": "object"}
+        return [kind for name, kind in implied.items() if name in value][:1] or _ALL_TYPES
+    kinds = value["type"] if isinstance(value["type"], list) else [value["type"]]
+    if not kinds or not all(isinstance(kind, str) for kind in kinds):
+        raise InvalidRequest("type: expected names of types")
+    return kinds
+
+
 def _resolved(value: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
     """Follow references."""
     for _ in range(_MOST_REFERENCES):
-        if not isinstance(value, dict):
+        if value is True:
             return {}
+        value = _object(value, "a schema")
         rest = {name: each for name, each in value.items() if name not in ("$ref", "allOf")}
         match value:
             case {"$ref": str(target)}:
-                _, kind, name, *others = [*target.split("/"), "", ""]
-                if any(others) or name not in definitions.get(kind, {}):
-                    return dict(value)
-                value = {**definitions[kind][name], **rest} if isinstance(definitions[kind][name], dict) else rest
+                root, kind, name, *others = [*target.split("/"), "", ""]
+                name = name.replace("~1", "/").replace("~0", "~")
+                if root != "#" or any(others) or name not in definitions.get(kind, {}):
+                    raise InvalidRequest(f"$ref {target[:100]!r} cannot be followed in this model's format")
+                value = {**_object(definitions[kind][name], "a schema"), **rest}
             case {"allOf": [one]}:
-                value = {**one, **rest} if isinstance(one, dict) else rest
+                value = {**_object(one, "a schema"), **rest}
             case _:
                 return dict(value)
-    raise InvalidRequest(f"over {_MOST_REFERENCES} references lead to a parameter", param="tools")
-
-
-def _whole(pattern: str) -> str:
-    """Return a pattern of the whole text for one of a part."""
-    begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", pattern) is not None
-    inner = pattern[begins : len(pattern) - ends]
-    if "|" in inner and (begins or ends):
-        raise InvalidRequest("parameters in this model's format cannot have a pattern with ^ or $ and |", param="tools")
-    anything = r"(.|\n)*"
-    inner = re.sub(r"(?<!\\)/", r"\/", inner)
-    return f"{'' if begins else anything}({inner}){'' if ends else anything}"
+    raise InvalidRequest(f"over {_MOST_REFERENCES} references lead to a parameter")
 
 
 def _text_of(end: Any) -> str:
     if not isinstance(end, str):
-        raise InvalidRequest("calls in this model's format cannot be enforced (token)", param="tools")
+        raise InvalidRequest("calls in this model's format cannot be enforced (token)")
     return end
-
-
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
