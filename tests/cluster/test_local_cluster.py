@@ -67,16 +67,21 @@ def trace_of(machine: Machine, key: str) -> str:
 
 
 def status_of_all(machine: Machine) -> dict[str, Any]:
-    """Return the status that lists all three members: on a busy machine a worker may renew its lease late."""
+    """Return the status that lists all three members with their loads.
+
+    On a busy machine a worker may renew its lease late, or not answer within the command's time.
+    """
     seen: dict[str, Any] = {}
 
     def lists_all() -> bool:
         shown = machine.run("status", "--json")
         assert shown.returncode == 0, shown
         seen.update(json.loads(shown.stdout))
-        return [member["kind"] for member in seen["members"]] == ["prefill", "decode", "gateway"]
+        return [member["kind"] for member in seen["members"]] == ["prefill", "decode", "gateway"] and all(
+            member["load"] is not None for member in seen["members"][:2]
+        )
 
-    wait_until(lists_all, what="all members are listed")
+    wait_until(lists_all, what="all members are listed with their loads")
     return seen
 
 
