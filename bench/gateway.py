@@ -161,7 +161,7 @@ async def run_gateway(
             (model,) = host._models
             with model.rendering() as renderer:
                 if isinstance(renderer, VllmRenderer):
-                    # The process that compiles grammars takes seconds of CPU at its start.
+                    # The process that tries grammars starts before the load.
                     body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
                     await renderer.render_completion(body)
         say({"port": host.port, "loop": type(asyncio.get_running_loop()).__module__})

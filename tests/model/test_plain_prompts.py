@@ -25,6 +25,7 @@ from kvferry.engine.vllm import renderer as vllm_renderer
 from kvferry.engine.vllm.grammars import prepared_schema
 from kvferry.engine.vllm.plain_prompts import CHAT_PROBES, COMPLETION_PROBES, PlainPrompts, Rendered, prompts_of
 from kvferry.engine.vllm.renderer import VllmRenderer
+from kvferry.engine.vllm.structural_tags import SpecialTokens
 from kvferry.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from kvferry.gateway.grpc_bodies import read_generate
 from kvferry.gateway.openai_bodies import for_renderer
@@ -335,8 +336,8 @@ async def test_structured_output_asked_for_over_grpc_reaches_the_engines_paramet
     rendered: Any = await render(for_renderer(body))
     rendered = rendered if kind == "conversation" else rendered[0]
     expected = {
-        "json_schema": {"json": prepared_schema({"type": "object"})},
-        "json_object": {"json": prepared_schema({"type": "object"})},
+        "json_schema": {"json": prepared_schema({"type": "object"}, SpecialTokens({}))},
+        "json_object": {"json": prepared_schema({"type": "object"}, SpecialTokens({}))},
         "regex": {"regex": "a+"},
         "grammar": {"grammar": 'root ::= "a"'},
         "one_of": {"choice": ["a", "b"]},

@@ -79,7 +79,7 @@ class ForkProcess:
     ) -> None:
         """`command` runs a ForkServer on its standard input, with the limits as JSON for its last argument.
 
-        `complaint` begins errors while there is no process: "grammars cannot be compiled now".
+        `complaint` begins errors while there is no process: "grammars cannot be tried now".
         """
         self.limits = limits
         self._command = [*command, msgspec.json.encode(limits).decode()]

@@ -193,13 +193,14 @@ class ForkServer:
         if not pid:
             exit_status = 1
             try:
-                # Garbage of the process that forks is not the fork's: to free it takes time, and ends what it owns.
+                # A fork frees no garbage of its process: that takes time, and finalizers would delete files.
                 gc.freeze()
                 _close_inherited(write_end)
                 in_use = [bytearray(_MALLOC_BYTES) for _ in range(_NUM_MALLOCS)]
                 # Here: other threads of the process that forks may map memory until it has forked.
-                mapped_again = _map_again()
-                most = _most_memory(self._limits)
+                memory = _memory_of()
+                mapped_again = _map_again(memory)
+                most = _most_memory(memory, self._limits)
                 _write(write_end, _MOST_MEMORY.pack(*most))
                 _limit(self._limits, most.mapped_bytes, parent)
                 verdict, result = self._work_on(asked.payload)
@@ -346,18 +347,16 @@ def _memory_of(pid: int | str = "self") -> _Memory:
     return _Memory(found.get(b"VmPeak", mapped_bytes), found.get(b"VmHWM", resident_bytes), mapped_bytes)
 
 
-def _map_again() -> mmap.mmap | None:
-    """Map as much as this process had and has no longer, such as what ended with its threads. Nothing can be there.
+def _map_again(memory: _Memory) -> mmap.mmap | None:
+    """Map as many bytes as this fork had and has no longer, such as stacks of threads that it does not have.
 
-    Else the fork could map so much beyond its limit until its peak shows it.
+    Nothing can be read or written there. The peak shows no mapping beyond the limit that stays below it.
     """
-    memory = _memory_of()
     gone = memory.most_mapped_bytes - memory.mapped_bytes
     return mmap.mmap(-1, gone, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0) if gone > 0 else None
 
 
-def _most_memory(limits: ForkLimits) -> _MostMemory:
-    memory = _memory_of()
+def _most_memory(memory: _Memory, limits: ForkLimits) -> _MostMemory:
     return _MostMemory(
         mapped_bytes=memory.most_mapped_bytes + limits.memory_bytes,
         resident_bytes=memory.most_resident_bytes + _HARD_LIMIT // 2 * limits.memory_bytes,

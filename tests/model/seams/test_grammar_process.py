@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,8 +18,10 @@ from kvferry.engine.base import Asker, CacheSalt, TenantName
 from kvferry.engine.grammar_checks import GrammarChecks
 from kvferry.engine.vllm.grammars import grammar_of, prepared_schema
 from kvferry.engine.vllm.renderer import VllmRenderer
+from kvferry.engine.vllm.structural_tags import SpecialTokens
 from kvferry.errors import InvalidRequest
 from kvferry.gateway.lifecycle import build_renderer
+from support.grammar_walks import GrammarWalker
 
 pytestmark = [
     pytest.mark.vllm,
@@ -47,46 +48,14 @@ def checks(renderer: VllmRenderer) -> GrammarChecks:
     return renderer._grammars
 
 
-class Walker:
-    """Follows a grammar as an engine does."""
-
-    def __init__(self) -> None:
-        import llguidance.hf
-        import numpy as np
-        from transformers import AutoTokenizer
-
-        self.tokenizer = AutoTokenizer.from_pretrained(str(model_folder.resolve("default")))
-        self._library = llguidance.hf.from_tokenizer(self.tokenizer, len(self.tokenizer))
-        texts = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
-        self._is_end = np.array([text[:1] in ('"', "}", "]", ",") for text in texts])
-
-    def walk(self, grammar: str, seed: int, most_tokens: int = 300) -> str | None:
-        """Return an answer of random allowed tokens, or None for one that did not end."""
-        import llguidance
-        import numpy as np
-
-        eos, chance = self.tokenizer.eos_token_id, random.Random(seed)
-        matcher = llguidance.LLMatcher(self._library, grammar, log_level=0)
-        given: list[int] = []
-        while len(given) < most_tokens:
-            allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-            allowed = allowed[: len(self.tokenizer)]
-            assert not matcher.is_error(), matcher.get_error()
-            if matcher.is_stopped() or (allowed[eos] and chance.random() < 0.5):
-                return str(self.tokenizer.decode(given))
-            allowed[eos] = 0
-            ending = np.flatnonzero(allowed & self._is_end)
-            ids = ending if len(ending) and chance.random() < 0.5 else np.flatnonzero(allowed)
-            if not len(ids):
-                return str(self.tokenizer.decode(given))
-            given.append(int(ids[chance.randrange(len(ids))]))
-            matcher.consume_token(given[-1])
-        return None
-
-
 @pytest.fixture(scope="module")
-def walker() -> Walker:
-    return Walker()
+def walker() -> GrammarWalker:
+    return GrammarWalker()
+
+
+def answers_of(walker: GrammarWalker, grammar: str, num_seeds: int) -> list[str]:
+    walks = (walker.walk(grammar, seed) for seed in range(num_seeds))
+    return [walker.tokenizer.decode(tokens) for tokens in walks if tokens is not None]
 
 
 def chain(length: int) -> dict[str, Any]:
@@ -241,9 +210,11 @@ SCHEMAS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-async def test_answers_are_json_that_fits_and_is_compact(renderer: VllmRenderer, walker: Walker, name: str) -> None:
+async def test_answers_are_json_that_fits_and_is_compact(
+    renderer: VllmRenderer, walker: GrammarWalker, name: str
+) -> None:
     grammar = await grammar_for(renderer, structured_outputs={"json": SCHEMAS[name]})
-    answers = [answer for seed in range(12) if (answer := walker.walk(grammar, seed)) is not None]
+    answers = answers_of(walker, grammar, 12)
     assert len(answers) >= 6
     for answer in answers:
         value = json.loads(answer)
@@ -253,14 +224,14 @@ async def test_answers_are_json_that_fits_and_is_compact(renderer: VllmRenderer,
 
 
 async def test_an_additional_property_is_refused_where_a_client_asks_for_it(
-    renderer: VllmRenderer, walker: Walker
+    renderer: VllmRenderer, walker: GrammarWalker
 ) -> None:
     schema = {"type": "object", "properties": {"a": ONE}, "required": ["a"]}
     fields = {"json": schema, "disable_additional_properties": True}
     grammar = await grammar_for(renderer, structured_outputs=fields)
-    for seed in range(5):
-        answer = walker.walk(grammar, seed)
-        assert answer is None or json.loads(answer).keys() == {"a"}
+    answers = answers_of(walker, grammar, 5)
+    assert answers
+    assert all(json.loads(answer).keys() == {"a"} for answer in answers)
 
 
 async def test_blank_lines_of_a_grammar_cost_nothing(renderer: VllmRenderer) -> None:
@@ -276,7 +247,7 @@ async def test_the_size_of_places_does_not_grow_with_names() -> None:
     """A name of 64 KB above 20,000 schemas took 1.3 GB."""
     tracemalloc.start()
     try:
-        prepared_schema({"properties": {"k" * 64_000: {"anyOf": [{}] * 20_000}}})
+        prepared_schema({"properties": {"k" * 64_000: {"anyOf": [{}] * 20_000}}}, SpecialTokens({}))
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()

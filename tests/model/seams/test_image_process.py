@@ -214,6 +214,15 @@ async def test_sampling_and_grammars_are_those_of_a_chat(renderer: VllmRenderer)
         })  # fmt: skip
 
 
+async def test_no_grammar_beside_an_image_is_compiled_by_the_image_process(renderer: VllmRenderer) -> None:
+    """xgrammar would end its fork, whose end is told as a fault of the image."""
+    links = {f"d{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(10_000)}
+    chain = {"$defs": {**links, "d10000": {"type": "string"}}, "$ref": "#/$defs/d0"}
+    tag = {"structures": [{"begin": "<a>", "schema": chain, "end": "</a>"}], "triggers": ["<a>"]}
+    with pytest.raises(InvalidRequest, match=r"^response_format: its grammar .* nests too deeply"):
+        await render(renderer, FORMATS["png"], response_format={"type": "structural_tag", **tag})
+
+
 async def test_tools_beside_images_are_parsed_as_beside_texts(renderer: VllmRenderer) -> None:
     function = {"name": "weather", "description": "of a place", "parameters": {"type": "object", "properties": {}}}
     tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "auto"}

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import random
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from kvferry import model_folder
 from kvferry.engine.vllm import structural_tags
 from kvferry.engine.vllm.grammars import prepared_schema, special_tokens_of
-from kvferry.engine.vllm.structural_tags import lark_of
+from kvferry.engine.vllm.structural_tags import SpecialTokens, lark_of
 from kvferry.errors import InvalidRequest
+from support.grammar_walks import GrammarWalker
 
 pytestmark = pytest.mark.vllm
 
+NONE = SpecialTokens({})
+PREPARE = functools.partial(prepared_schema, special_tokens=NONE)
 UNIT = {"enum": ["c", "f"]}
 CITY = {"type": "string", "pattern": "^[A-Z][a-z]{1,4}$"}
 PARAMETERS = {
@@ -27,73 +29,48 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(model_folder.resolve("default")))
-
-
 class Libraries:
     """Both on one tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        import llguidance.hf
+    def __init__(self) -> None:
         import xgrammar
 
-        self._tokenizer = tokenizer
-        self._llguidance = llguidance.hf.from_tokenizer(tokenizer, len(tokenizer))
-        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
+        self._walker = GrammarWalker()
+        self.tokenizer = self._walker.tokenizer
+        info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, vocab_size=len(self.tokenizer))
         self._xgrammar = xgrammar.GrammarCompiler(info, max_threads=1)
-        self._special_tokens = special_tokens_of(tokenizer)
+        self._special_tokens = special_tokens_of(self.tokenizer)
 
-    def walk(self, tag: Mapping[str, Any], seed: int, most_tokens: int = 120) -> list[int] | None:
-        """Return random tokens that our grammar allows, or None for an answer that did not end."""
+    def _grammar(self, tag: Mapping[str, Any]) -> str:
         import llguidance
-        import numpy as np
 
-        lark = lark_of(tag, self._special_tokens, prepared_schema)
-        matcher = llguidance.LLMatcher(
-            self._llguidance, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0
-        )  # fmt: skip
-        assert not matcher.is_error(), matcher.get_error()
-        eos, chance = self._tokenizer.eos_token_id, random.Random(seed)
-        given: list[int] = []
-        while len(given) < most_tokens:
-            allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-            assert not matcher.is_error(), matcher.get_error()
-            if matcher.is_stopped() or allowed[eos]:
-                return given
-            ids = np.flatnonzero(allowed)
-            given.append(int(ids[chance.randrange(len(ids))]))
-            matcher.consume_token(given[-1])
-        return None
+        prepare = functools.partial(prepared_schema, special_tokens=self._special_tokens)
+        return str(llguidance.LLMatcher.grammar_from_lark(lark_of(tag, self._special_tokens, prepare)))
+
+    def walk(self, tag: Mapping[str, Any], seed: int) -> list[int] | None:
+        """Return random tokens that our grammar allows, or None for an answer that did not end."""
+        return self._walker.walk(self._grammar(tag), seed, most_tokens=120)
 
     def accepts(self, tag: Any, tokens: list[int]) -> bool:
         """Return whether xgrammar takes the tokens, and an end after them."""
         import xgrammar
 
         matcher = xgrammar.GrammarMatcher(self._xgrammar.compile_structural_tag(tag))
-        return all(map(matcher.accept_token, tokens)) and matcher.accept_token(self._tokenizer.eos_token_id)
+        return all(map(matcher.accept_token, tokens)) and matcher.accept_token(self.tokenizer.eos_token_id)
 
     def accepts_text(self, tag: Any, text: str) -> bool:
-        return self.accepts(tag, self._tokenizer.encode(text, add_special_tokens=False))
+        return self.accepts(tag, self.tokenizer.encode(text, add_special_tokens=False))
 
     def follows(self, tag: Mapping[str, Any], text: str) -> bool:
         """Return whether our grammar takes a text, and an end after it."""
-        import llguidance
-
-        lark = lark_of(tag, self._special_tokens, prepared_schema)
-        matcher = llguidance.LLMatcher(
-            self._llguidance, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0
-        )  # fmt: skip
-        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        matcher = self._walker.matcher(self._grammar(tag))
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 @pytest.fixture(scope="module")
-def libraries(tokenizer: Any) -> Libraries:
-    return Libraries(tokenizer)
+def libraries() -> Libraries:
+    return Libraries()
 
 
 def tag_of(model: str, choice: Any, parameters: Any = PARAMETERS) -> Any:
@@ -123,7 +100,7 @@ def test_each_format_of_vllm_is_enforced(libraries: Libraries) -> None:
         ended = [tokens for tokens in walks if tokens is not None]
         num_walks += len(ended)
         for tokens in ended:
-            assert libraries.accepts(tag, tokens), (model, libraries._tokenizer.decode(tokens))
+            assert libraries.accepts(tag, tokens), (model, libraries.tokenizer.decode(tokens))
     assert num_walks >= 12
 
 
@@ -359,8 +336,8 @@ def test_what_a_parameter_that_is_no_json_cannot_have(libraries: Libraries, valu
 def test_parameters_of_a_tool_that_are_none_are_refused(libraries: Libraries, schema: Any) -> None:
     tag = {"structures": [], "triggers": []}
     content = {"type": "json_schema", "style": "qwen_xml", "json_schema": schema}
-    assert lark_of(tag, {}, prepared_schema)
-    grammar = structural_tags._Grammar({}, prepared_schema)
+    assert lark_of(tag, NONE, PREPARE)
+    grammar = structural_tags._Grammar(NONE, PREPARE)
     with pytest.raises(InvalidRequest):
         grammar.expression(content)
 
@@ -434,7 +411,7 @@ def _triggers() -> dict[str, Any]:
 def test_what_would_grow_without_end_is_refused_in_a_moment(tag: dict[str, Any]) -> None:
     begun_s = time.process_time()
     with pytest.raises(InvalidRequest, match=r"too large|too many"):
-        lark_of(tag, {}, prepared_schema)
+        lark_of(tag, NONE, PREPARE)
     assert time.process_time() - begun_s < 20.0, "minutes, and gigabytes, before"
 
 

@@ -7,15 +7,15 @@ import json
 import logging
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
-from kvferry.engine.vllm.structural_tags import FORMATS, lark_of
+from kvferry.engine.vllm.structural_tags import FORMATS, SpecialTokens, lark_of
 from kvferry.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-# Free to add white space, a small model adds line ends until its answer is cut.
+# A small model that may add any white space adds line ends until its answer is cut.
 _COMPACT: Final = {"whitespace_flexible": False, "key_separator": ": ?", "item_separator": ", ?"}
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: (\[.*\])")
 _MAX_EBNF_RULES = 1000
@@ -29,19 +29,19 @@ _SCHEMAS = (
 )  # fmt: skip
 
 
-def special_tokens_of(tokenizer: Any) -> dict[str, int]:
-    """Return the tokens of a Hugging Face tokenizer that match no text of a grammar, and their ids."""
+def special_tokens_of(tokenizer: Any) -> SpecialTokens:
+    """Return the special tokens of a Hugging Face tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {token.content: token_id for token_id, token in added.items() if token.special}
+    return SpecialTokens({token.content: token_id for token_id, token in added.items() if token.special})
 
 
-def prepared_spec(spec: str, special_tokens: Mapping[str, int]) -> str:
+def prepared_spec(spec: str, special_tokens: SpecialTokens) -> str:
     """Return a Sampling's `structured_outputs` in a form that vLLM's guidance backend enforces.
 
     Raises InvalidRequest, without the field's name.
     """
     values = json.loads(spec)
-    prepare = functools.partial(prepared_schema, special=_special_in(special_tokens))
+    prepare = functools.partial(prepared_schema, special_tokens=special_tokens)
     try:
         if "structural_tag" in values:
             return json.dumps({"grammar": lark_of(json.loads(values["structural_tag"]), special_tokens, prepare)})
@@ -58,7 +58,7 @@ def prepared_spec(spec: str, special_tokens: Mapping[str, int]) -> str:
             schema = process_for_additional_properties(schema)
         return json.dumps({"json": prepare(schema)})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        # Of a schema that is none: its values have types that no schema's have.
+        # A value has a type that no schema's or tag's value has.
         log.debug("a client's grammar", exc_info=True)
         raise InvalidRequest(f"it is no valid schema or tag ({type(error).__name__})") from None
 
@@ -92,24 +92,20 @@ def grammar_of(spec: str) -> str:
         raise InvalidRequest(str(error).strip().partition("\n")[0] or "it is no valid grammar") from None
 
 
-def _special_in(special_tokens: Mapping[str, int]) -> re.Pattern[str] | None:
-    return re.compile("|".join(map(re.escape, special_tokens))) if special_tokens else None
-
-
-def prepared_schema(schema: Any, special: re.Pattern[str] | None = None) -> Any:
+def prepared_schema(schema: Any, special_tokens: SpecialTokens) -> Any:
     """Return a copy for answers without needless white space. Raises InvalidRequest for a text with a special token."""
     copy = json.loads(json.dumps(schema))
     for each, _ in _subschemas(copy):
-        # They restrict nothing, and llguidance does not know them.
+        # llguidance does not know these, which restrict nothing.
         if isinstance(each.get("format"), str) and each["format"] not in FORMATS:
             del each["format"]
         if each.get("uniqueItems") is False:
             del each["uniqueItems"]
-        if special is not None:
-            texts = [*_listed(each.get("enum")), each.get("const"), *_listed(each.get("properties"))]
-            # llguidance forces the token, which no text of an answer may have.
-            if found := next((found for t in texts if isinstance(t, str) and (found := special.search(t))), None):
-                raise InvalidRequest(f"no text of a schema may have the special token {found[0]!r}")
+        texts = [*_listed(each.get("enum")), each.get("const"), *_listed(each.get("properties"))]
+        # llguidance would force the token, and then refuse it.
+        search = special_tokens.pattern.search
+        if found := next((found for text in texts if isinstance(text, str) and (found := search(text))), None):
+            raise InvalidRequest(f"no text of a schema may have the special token {found[0]!r}")
     if copy is True:
         copy = {}
     if isinstance(copy, dict):
@@ -122,7 +118,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def with_place(reason: str, made: str) -> str:
-    """Return llguidance's reason in a client's words, with the place of the keywords that it names.
+    """Return llguidance's reason with the place of the keywords that it names.
 
     `made` is `prepared_spec`'s.
     """

@@ -36,7 +36,6 @@ from kvferry.engine.vllm.plain_prompts import (
     verify,
 )
 from kvferry.engine.vllm.render_loop import RenderLoop
-from kvferry.engine.vllm.structured_outputs import use_no_xgrammar
 from kvferry.engine.vllm.vllm_prompts import VllmPrompts
 from kvferry.engine.vllm.vocabulary import Vocabulary
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
@@ -71,7 +70,6 @@ class VllmRenderer:
         images: ImageChats | None = None,
     ) -> None:
         """Without `images`, or where the model takes none, chats with images are refused."""
-        use_no_xgrammar()
         self._vllm = VllmPrompts(model_folder, served_name, model)
         tokenizer = self._vllm.online.renderer.get_tokenizer()
         self._grammars = _grammar_checks(tokenizer, int(self._vllm.model_config.get_vocab_size()))
@@ -217,7 +215,7 @@ class VllmRenderer:
     async def _with_grammars(
         self, body: Mapping[str, Any], rendered: Sequence[Rendered], asker: Asker
     ) -> Sequence[Rendered]:
-        """Return them with the grammars that engines get, which were tried."""
+        """Return the prompts with the grammars that engines get, after a try of each."""
         specs = {one.sampling.structured_outputs for one in rendered} - {""}
         if not specs:
             return rendered
@@ -234,7 +232,7 @@ class VllmRenderer:
             raise InvalidRequest("structured outputs need a fast tokenizer, which this model has not", param=param)
         made = ""
         try:
-            # In a tenant's turn, as texts: that of 128 tools takes tens of milliseconds.
+            # A long one takes its tenant's turn, as a long text does: 128 tools take tens of milliseconds.
             if len(spec) <= MOST_CHARS_AT_ONCE:
                 made, grammar = self._made(spec)
             else:

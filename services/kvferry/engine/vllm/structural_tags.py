@@ -15,7 +15,7 @@ import msgspec
 from kvferry.engine.vllm.lark_patterns import ANYTHING, escaped, lark_pattern, whole_pattern
 from kvferry.errors import InvalidRequest
 
-# Of llguidance 1.7. The standard calls formats annotations: others restrict nothing.
+# llguidance 1.7 knows these. The standard calls formats annotations, so others restrict nothing.
 FORMATS: Final = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
 )
@@ -61,10 +61,20 @@ _XML_STYLES: Mapping[str, _XmlStyle] = {
 }
 
 
-def lark_of(tag: Mapping[str, Any], special_tokens: Mapping[str, int], prepare: Callable[[Any], Any]) -> str:
+class SpecialTokens:
+    """A tokenizer's special tokens, which match no text of a grammar."""
+
+    def __init__(self, text_to_id: Mapping[str, int]) -> None:
+        self.text_to_id = text_to_id
+        longest_first = sorted(text_to_id, key=len, reverse=True)
+        # In a group, so that `split` returns them too. Nothing matches where there are none.
+        self.pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")" if longest_first else r"(?!)()")
+
+
+def lark_of(tag: Mapping[str, Any], special_tokens: SpecialTokens, prepare: Callable[[Any], Any]) -> str:
     """Return a grammar in Lark syntax. Raises InvalidRequest, without the field's name.
 
-    `special_tokens` of the tokenizer match no text; `prepare` is applied to each JSON schema.
+    `prepare` is applied to each JSON schema.
     """
     root = _of_older_form(tag) if "structures" in tag else _format_of(tag)
     grammar = _Grammar(special_tokens, prepare)
@@ -107,19 +117,17 @@ def _format_of(tag: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         return StructuralTag.model_validate(tag).format.model_dump()
     except pydantic.ValidationError as error:
-        # Of a union's alternatives each has its errors: the last one is of the kind that the client named.
+        # Each alternative of a union has its errors. The client named the kind of the last one.
         fault = error.errors()[-1]
         raise InvalidRequest(f"no structural tag: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
 
 
 class _Grammar:
-    def __init__(self, special_tokens: Mapping[str, int], prepare: Callable[[Any], Any]) -> None:
+    def __init__(self, special_tokens: SpecialTokens, prepare: Callable[[Any], Any]) -> None:
         self.rules: list[str] = []
         self._num_chars = 0
         self._special_tokens = special_tokens
         self._prepare = prepare
-        longest_first = sorted(special_tokens, key=len, reverse=True)
-        self._special = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
     def expression(self, node: Mapping[str, Any]) -> str:
         write = _WRITERS.get(node["type"])
@@ -138,8 +146,8 @@ class _Grammar:
     def literal(self, text: str) -> str:
         """Return terminals; special tokens are tokens."""
         self._count(len(text) + _NODE_CHARS)
-        pieces = self._special.split(text) if self._special is not None else [text]
-        ids = self._special_tokens
+        pieces = self._special_tokens.pattern.split(text)
+        ids = self._special_tokens.text_to_id
         return " ".join(f"<[{ids[piece]}]>" if piece in ids else json.dumps(piece) for piece in pieces if piece) or '""'
 
     def _rule(self, expression: str, *, prefix: str = "r", attributes: str = "") -> str:
@@ -149,14 +157,14 @@ class _Grammar:
         return name
 
     def _text(self, excludes: Sequence[str] = ()) -> str:
-        """Return a terminal."""
+        """Return a terminal that matches texts without `excludes`."""
         without = "".join(f" & ~/{ANYTHING}{escaped(each)}{ANYTHING}/" for each in excludes if each)
         return self._rule(f"/{ANYTHING}/{without}", prefix="TEXT")
 
     def _text_until(self, ends: Sequence[str], excludes: Sequence[str] = ()) -> str:
         """Return a rule of any text and the first of some ends."""
         text = self._text(excludes)
-        if any(end in self._special_tokens for end in ends):
+        if any(end in self._special_tokens.text_to_id for end in ends):
             return self._rule(f"{text} ({' | '.join(map(self.literal, ends))})")  # which no text contains
         return self._rule(f"{text} ({' | '.join(map(json.dumps, ends))})", prefix="until", attributes="[lazy]")
 
@@ -179,7 +187,7 @@ class _Grammar:
         schema = _object(schema, "the parameters of a tool")
         definitions = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema.get(name), dict)}
         schema = _resolved(schema, definitions)
-        _require_known(schema, "the parameters of a tool", ("anyOf", "oneOf", "patternProperties"))
+        _refuse_keywords(schema, "the parameters of a tool", ("anyOf", "oneOf", "patternProperties"))
         properties = _object(schema.get("properties", {}), "properties")
         required = schema.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
@@ -202,7 +210,7 @@ class _Grammar:
         # A text stands there as it is, and anything else as JSON.
         self._count(_NODE_CHARS)
         value = _resolved(value, definitions)
-        _require_known(value, "a parameter", ())
+        _refuse_keywords(value, "a parameter", ())
         alternatives = value.get("anyOf", value.get("oneOf"))
         if isinstance(alternatives, list) and alternatives:
             if num_levels > _MOST_LEVELS:
@@ -228,7 +236,7 @@ class _Grammar:
         # Where both begin alike, a text may be any JSON too.
         if others and (not written or style.begin_of_json != style.begin_of_text):
             schema = {**value, "type": others}
-            _require_followed(schema)
+            _refuse_outer_references(schema)
             if '"$ref"' in json.dumps(schema):
                 schema = {**definitions, **schema}
             written.append(f"{self.literal(style.begin_of_json)} {self._json(schema)} {self.literal(style.end)}")
@@ -243,7 +251,7 @@ class _Grammar:
             else style.begin_of_json + json.dumps(each) + style.end
             for each in values
         ]
-        if self._special is not None and any(map(self._special.search, texts)):
+        if any(map(self._special_tokens.pattern.search, texts)):
             return f"({' | '.join(map(self.literal, texts))})"
         return self._rule(" | ".join(map(json.dumps, texts)), prefix="ENUM")  # one item of llguidance's 2,000 in a row
 
@@ -271,8 +279,8 @@ class _Grammar:
         return " | ".join(f"({self.expression(each)})" for each in node["elements"])
 
     def tag(self, node: Mapping[str, Any], *, begin: str | None = None) -> str:
-        begin = self.literal(_text_of(node["begin"]) if begin is None else begin)
-        ends = [_text_of(end) for end in (node["end"] if isinstance(node["end"], list) else [node["end"]])]
+        begin = self.literal(_required_text(node["begin"]) if begin is None else begin)
+        ends = [_required_text(end) for end in (node["end"] if isinstance(node["end"], list) else [node["end"]])]
         content = node["content"]
         if content["type"] == "any_text" and any(ends):
             _require_no_limits(content)
@@ -357,13 +365,13 @@ def _length(value: Mapping[str, Any], name: str) -> int | None:
     raise InvalidRequest(f"{name}: expected a whole number, not {json.dumps(length)[:100]}")
 
 
-def _require_known(value: Mapping[str, Any], what: str, others: Sequence[str]) -> None:
-    if unknown := next((name for name in (*_NOT_ENFORCED, *others) if name in value), None):
-        raise InvalidRequest(f"{unknown!r} of {what} cannot be enforced in this model's format")
+def _refuse_keywords(value: Mapping[str, Any], what: str, others: Sequence[str]) -> None:
+    if keyword := next((name for name in (*_NOT_ENFORCED, *others) if name in value), None):
+        raise InvalidRequest(f"{keyword!r} of {what} cannot be enforced in this model's format")
 
 
-def _require_followed(schema: Any) -> None:
-    """Raise for a reference to something that a parameter does not take along."""
+def _refuse_outer_references(schema: Any) -> None:
+    """Raises InvalidRequest for a reference that leads outside of the definitions."""
     waiting = [schema]
     while waiting:
         each = waiting.pop()
@@ -387,7 +395,7 @@ def _kinds_of(value: Mapping[str, Any]) -> list[str]:
 
 
 def _resolved(value: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """Follow references."""
+    """Return the schema that references and a single `allOf` lead to. Raises InvalidRequest."""
     for _ in range(_MOST_REFERENCES):
         if value is True:
             return {}
@@ -407,7 +415,7 @@ def _resolved(value: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
     raise InvalidRequest(f"over {_MOST_REFERENCES} references lead to a parameter")
 
 
-def _text_of(end: Any) -> str:
+def _required_text(end: Any) -> str:
     if not isinstance(end, str):
         raise InvalidRequest("calls in this model's format cannot be enforced (token)")
     return end

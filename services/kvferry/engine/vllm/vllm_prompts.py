@@ -36,6 +36,9 @@ class VllmPrompts:
         from vllm.entrypoints.scale_out.render.serving import ServingRender
 
         from kvferry.engine.vllm.parsing import check_names
+        from kvferry.engine.vllm.structured_outputs import use_no_xgrammar
+
+        use_no_xgrammar()
 
         check_names(model)
         self.model_config = text_model_config(

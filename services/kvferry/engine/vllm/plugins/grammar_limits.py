@@ -1,8 +1,8 @@
 """Limits of grammars in an engine: stack, time, and an end that is an error."""
 
 # vLLM's guidance backend makes a grammar on a thread, and feeds it tokens between steps, so that all requests of the
-# engine wait for an ambiguous one. Of a grammar that met a limit of llguidance it allows the end of the answer alone,
-# as if that fitted. Where `accept_tokens` refuses, vLLM ends the request with an error, and no other.
+# engine wait for an ambiguous one. Where a grammar met a limit of llguidance, it allows the end of the answer alone, as
+# if that fitted. Where `accept_tokens` refuses, vLLM ends the request with an error, and no other.
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvferry.engine.deep_threads import DeepThreads
 
 logger = init_logger(__name__)
 
-# Of CPU for an answer's grammar: so much, and so much for each token. Ordinary ones take 0.03 ms for a token, and
-# 0.5 ms for one of a hundred.
+# CPU time that an answer's grammar may take: so much, and so much for each token. An ordinary grammar takes 0.03 ms for
+# a token, and 0.5 ms for one of a hundred tokens.
 MAX_START_S = 1.0
 MAX_TOKEN_S = 0.002
 
