@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvferry.store import chunk_file
@@ -73,6 +73,8 @@ def test_flipped_bits_are_seen_wherever_they_are(key: bytes | None, bits: set[in
 def test_two_chunks_in_one_file_are_seen(key: bytes | None, cut: int, seed: int) -> None:
     file, other = written(key=key), written(chunk(seed + 1000), key)
     torn = bytes(file[:cut]) + bytes(other[cut:])
+    # Sealed chunks are random: the last byte of two is the same in one case of 256, and the file is whole then.
+    assume(torn != bytes(file))
     file[:] = torn
     outcome, _ = read(file, key)
     # Up to the header's checks, what the headers differ in may not have been reached yet.
