@@ -59,9 +59,17 @@ def no_pause(stopping: threading.Event, _seconds: float) -> bool:
     return stopping.is_set()
 
 
-def fill_from(hub: Hub, folder: Path, *, model: str = MODEL, revision: str = "v1", token: str = "") -> list[str]:
+def fill_from(
+    hub: Hub,
+    folder: Path,
+    *,
+    model: str = MODEL,
+    revision: str = "v1",
+    token: str = "",
+    pause: download.Pause = no_pause,
+) -> list[str]:
     said: list[str] = []
-    fill(model, revision, folder, report=said.append, endpoint=hub.url, token=token, pause=no_pause)
+    fill(model, revision, folder, report=said.append, endpoint=hub.url, token=token, pause=pause)
     return said
 
 
@@ -347,16 +355,22 @@ def test_what_a_crash_left_of_a_file_is_not_believed(hub: Hub, folder: Path) -> 
 
 def test_what_another_listing_left_is_not_taken(folder: Path) -> None:
     old = {"model.safetensors": b"o" * 4000, "z.bin": b"o" * 5000}
-    with hub_server(old, wrong={"z.bin"}) as hub, pytest.raises(ConfigError, match="does not have the hash"):
-        fill_from(hub, folder, revision="main")
     staging = folder.with_name(f".{folder.name}.partial")
+
+    def until_other_file(stopping: threading.Event, _seconds: float) -> bool:
+        # The failure of one file stops the download of the other one.
+        until(lambda: any(staging.glob("tree-*/model.safetensors")))
+        return stopping.is_set()
+
+    with hub_server(old, wrong={"z.bin"}) as hub, pytest.raises(ConfigError, match="does not have the hash"):
+        fill_from(hub, folder, revision="main", pause=until_other_file)
     assert [file.read_bytes() for file in staging.rglob("model.safetensors")] == [b"o" * 4000]
     (staging / "parts" / "old.part").write_bytes(b"old")
     new = {"model.safetensors": b"n" * 4000, "z.bin": b"n" * 5000}
     # The names and sizes are the same, and one file of the new listing fails, so the staging folder stays.
     with hub_server(new, wrong={"z.bin"}) as hub:
         with pytest.raises(ConfigError, match="does not have the hash"):
-            fill_from(hub, folder)
+            fill_from(hub, folder, pause=until_other_file)
         assert [file.read_bytes() for file in staging.rglob("model.safetensors")] == [b"n" * 4000]
         assert list((staging / "parts").iterdir()) == []
         hub.wrong = set()
