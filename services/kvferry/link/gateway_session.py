@@ -34,6 +34,7 @@ from kvferry.errors import (
     WorkerLost,
 )
 from kvferry.link import codec
+from kvferry.link.first_outputs import FirstOutputs
 from kvferry.link.flow_control import SILENCE_LIMIT_S
 from kvferry.link.image_room import ImageRoom, WaitingImages
 from kvferry.link.outgoing_queue import OutgoingQueue
@@ -100,6 +101,8 @@ class SessionHost(Protocol):
 
     @property
     def image_room(self) -> ImageRoom: ...
+    @property
+    def first_outputs(self) -> FirstOutputs: ...
     def stats(self) -> pb.Load: ...
     def refusal(self, tenant: str = "", *, is_resumed: bool = False, has_place: bool = False) -> KvferryError | None:
         """Return why no new request can be accepted now, or None. One that `has_place` counts already."""
@@ -162,7 +165,7 @@ class GatewaySession:
         self._worker = worker
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self.starting: set[int] = set()  # of requests on the engine that never had an output
+        self._on_engine: set[int] = set()  # of tasks whose requests the engine has
         self._failed_numbers: set[int] = set()  # of tasks that are being cancelled, after their failure was queued
         self._releasing = TaskSet()
         welcome = worker.welcome(hello)
@@ -322,27 +325,26 @@ class GatewaySession:
             request = structs.replace(request, trace=instrumented.span.context)
         output: EngineOutput | None = None
         num_generated = 0
+        first_outputs = self._worker.first_outputs
         self._tenants.begin(request)
         try:
             # The gateway ends the request at this time too; it may be gone, or not hear of it.
-            async with (
-                asyncio.timeout_at(self._deadline(request)),
-                self._worker.turn(request) as on_engine,
-                contextlib.aclosing(  # type: ignore[type-var]
-                    self._worker.engine.generate(images.of_engine(request, on_engine.due_ms))
-                ) as outputs,
-            ):
+            async with asyncio.timeout_at(self._deadline(request)), self._worker.turn(request) as on_engine:
                 if not request.is_resumed:
-                    self.starting.add(number)
-                async for output in outputs:
-                    self.starting.discard(number)
-                    images.leave()
-                    if on_engine.is_computing:
-                        on_engine.note(output)
-                    self._add(number, output)
-                    num_generated += len(output.token_ids)
-                    if request.is_suspect:
-                        self._worker.end_trial((self, number))
+                    await first_outputs.begin((self, number), is_suspect=request.is_suspect)
+                self._on_engine.add(number)
+                async with contextlib.aclosing(  # type: ignore[type-var]
+                    self._worker.engine.generate(images.of_engine(request, on_engine.due_ms))
+                ) as outputs:
+                    async for output in outputs:
+                        first_outputs.end((self, number))
+                        images.leave()
+                        if on_engine.is_computing:
+                            on_engine.note(output)
+                        self._add(number, output)
+                        num_generated += len(output.token_ids)
+                        if request.is_suspect:
+                            self._worker.end_trial((self, number))
                 assert output is not None
                 on_engine.finished(output)
             instrumented.finished(output)
@@ -364,7 +366,8 @@ class GatewaySession:
             self._end(number, EngineError("the engine failed on this request; its log says why"))
         finally:
             self.tasks.pop(number, None)
-            self.starting.discard(number)
+            self._on_engine.discard(number)
+            first_outputs.end((self, number))
             self._failed_numbers.discard(number)
             if request.is_suspect:
                 self._worker.end_trial((self, number))
@@ -407,16 +410,20 @@ class GatewaySession:
             log.error("gateway %s is cut off", self.gateway_id)
             self._transport.abort()
 
-    def engine_died(self, reason: str, *, has_starting: bool) -> None:
-        """End all requests. `has_starting`: a request of some gateway never had an output."""
+    def engine_died(self, reason: str) -> None:
+        """End all requests."""
         _log_requests(self.gateway_id, sorted(task.get_name() for task in self.tasks.values()))
         if self._ended:
             return
         numbers = self.tasks.keys() - self._failed_numbers
-        if suspects := numbers & self.starting:
+        first_outputs = self._worker.first_outputs
+        if suspects := {number for number in numbers if (self, number) in first_outputs}:
             self._fail(suspects, EngineDead(reason))
-        if others := numbers - self.starting:
-            self._fail(others, EngineDead(reason, is_blameless=has_starting))
+        if streams := numbers & self._on_engine - suspects:
+            self._fail(streams, EngineDead(reason, is_blameless=bool(first_outputs)))
+        if waiting := numbers - self._on_engine - suspects:
+            # They had no part in it, and are not to be counted among those that had.
+            self._fail(waiting, WorkerDraining(f"a worker leaves: {reason}"))
         self._schedule_flush()
 
     def _fail(self, numbers: set[int], error: KvferryError) -> None:

@@ -208,7 +208,6 @@ class _RequestRun:
                 router.losses.begin_trial(
                     self._placer.digest, losses, attempt.placement.prefill, attempt.placement.decode
                 )
-                await self._placer.wait_alone(attempt)
             if attempt.placement.prefill is not None:
                 self._placer.kept = await self._prefill(attempt, request)
                 if self._placer.kept is None and self._placer.failed.may_prefill:

@@ -2,8 +2,8 @@
 
 # An engine that is lost takes all its requests with it, and at most one of them is to blame: mostly one that never had
 # an output, because a bad prompt, grammar or parameter ends an engine before the first token. Such a request is a
-# suspect. It is tried once more, alone among the requests without an output of its worker, so that a second loss names
-# it.
+# suspect. It is tried once more, alone among the requests without an output of its worker (link/first_outputs.py), so
+# that a second loss names it.
 
 from __future__ import annotations
 
@@ -239,16 +239,6 @@ class EngineLosses:
         """Return whether another request is on trial on the worker: no other may be lost with it."""
         trial = self._on_trial.get(worker)
         return trial is not None and trial.losses is not losses
-
-    def has_unanswered(self, losses: RequestLosses, *workers: MemberId | None) -> bool:
-        """Return whether other requests without an output are on one of the workers."""
-        return any(
-            not each.has_answered
-            for engine, requests in self._in_flight.items()
-            if engine[0] in workers
-            for each in requests
-            if each is not losses
-        )
 
     @property
     def has_trials(self) -> bool:

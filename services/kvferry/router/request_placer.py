@@ -28,8 +28,6 @@ from kvferry.router.room_queue import RoomQueues
 from kvferry.router.worker_pool import WorkerPool
 
 RESERVE_TIMEOUT_S = 1.0
-TRIAL_PATIENCE_S = 5.0  # of a suspect, with requests that were sent to its worker before it
-TRIAL_PAUSE_S = 0.02
 MAX_REFUSALS = 8  # of workers that said they had room, before the request waits in line
 MAX_PREFILL_ATTEMPTS = 2  # then the decode worker computes the prompt
 
@@ -177,18 +175,6 @@ class RequestPlacer:
                 await self._router.losses.trial_end()
         except TimeoutError:
             raise self.queue.refusal("other requests under which engines were lost are tried first") from None
-
-    async def wait_alone(self, attempt: Attempt) -> None:
-        """Let requests that were sent to the attempt's workers before answer first: a loss must not be theirs.
-
-        Meanwhile the router sends no other request to these workers.
-        """
-        router, placement = self._router, attempt.placement
-        ends_s = router.clock() + TRIAL_PATIENCE_S
-        while router.clock() < ends_s:
-            if not router.losses.has_unanswered(self.losses, placement.prefill, placement.decode):
-                return
-            await asyncio.sleep(TRIAL_PAUSE_S)
 
     def _is_room_short(self) -> bool:
         """Whether workers that could take the request are connected: then it is room that is missing."""

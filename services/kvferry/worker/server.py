@@ -15,6 +15,7 @@ from kvferry.config import TlsConfig
 from kvferry.engine.base import Engine, EngineRequest, EngineStats
 from kvferry.errors import KvferryError, Overloaded, TenantOverloaded, WorkerDraining
 from kvferry.link import codec
+from kvferry.link.first_outputs import FirstOutputs
 from kvferry.link.frame_server import FrameServer
 from kvferry.link.gateway_session import GatewaySession, SessionTransport
 from kvferry.link.grpc_server import GrpcServer
@@ -68,6 +69,7 @@ class WorkerServer:
         is_metered = turns is not None and role == MemberKind.DECODE.value
         self.meter = TenantMeter() if is_metered else None
         self.image_room = ImageRoom()
+        self.first_outputs = FirstOutputs()
         self._engine = engine
         self._turns = turns
         self._worker_id = worker_id
@@ -179,9 +181,8 @@ class WorkerServer:
             return
         self.why_died = reason
         self.died.set()
-        has_starting = any(session.starting for session in self._sessions)
         for session in self._sessions:
-            session.engine_died(reason, has_starting=has_starting)
+            session.engine_died(reason)
 
     # Called by transports and sessions
 
