@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant, Tenants
 from kvferry.membership.base import RecordChanged, Records
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.records import TenantRecord, encode
+from kvferry.tenancy.records import KeyRecord, TenantRecord, encode
 
 SECRET = b"a secret of all gateways, 32 bytes"
 CERTIFICATES = ServerTlsConfig(cert_file=Path("c"), key_file=Path("k"), client_ca_file=Path("ca"))
@@ -224,3 +225,33 @@ def test_nobody_gets_in_before_the_tenants_are_read(tmp_path: Path) -> None:
         for ask in (access.identify, access.require_metrics):
             with pytest.raises(NotReady, match="waits for etcd to read the tenants"):
                 ask(shown, None)
+
+
+async def test_a_key_of_a_record_has_its_group_and_rights_and_its_tenants_terms() -> None:
+    keys = {
+        name: KeyRecord(name=name, sha256=hashlib.sha256(f"kvf_{name}".encode()).hexdigest(), **values)
+        for name, values in {"ci": {"group": "g"}, "ops": {"operator": True}}.items()
+    }
+    record = TenantRecord(name="acme", epoch=3, own_share=7.0, keys=tuple(keys.values()))
+    access = Access(GatewayConfig(tenants_in_etcd=True), Tenants(SECRET, have_turns=True), await directory_with(record))
+    tenant = access.identify("Bearer kvf_ci", None)
+    assert (tenant.name, tenant.epoch, tenant.group) == ("acme", 3, "g")
+    assert tenant.turn is not None
+    assert (tenant.turn.share, tenant.terms) == (7.0, record.engine_terms)
+    assert not access.is_operator("Bearer kvf_ci", None)
+    assert access.is_operator("Bearer kvf_ops", None)
+    with pytest.raises(PermissionDenied):
+        access.require_metrics("Bearer kvf_ci", None)
+    access.require_metrics("Bearer kvf_ops", None)
+
+
+def test_where_nobody_has_to_say_who_they_are_everybody_is_shown_what_operators_are() -> None:
+    assert Access(GatewayConfig(), Tenants(SECRET)).is_operator(None, None)
+
+
+def test_a_key_is_looked_for_as_it_was_sent(tmp_path: Path) -> None:
+    """Also one that no text has: a lone surrogate is no fault of the gateway's."""
+    new_key(tmp_path / "keys.yaml", "acme", "ci")
+    access = Access(GatewayConfig(keys_file=tmp_path / "keys.yaml"), Tenants(SECRET))
+    with pytest.raises(Unauthenticated):
+        access.identify("Bearer \ud800", None)
