@@ -68,7 +68,7 @@ class Access:
             (check_claimed_name if is_claimed else check_name)(shown.tenant)
             if record is None:
                 pool = "" if self._keys is None else self._keys.pool_of(shown.tenant)
-                return self._tenants.named(shown.tenant, 0, shown.group, pool=pool)
+                return self._tenants.named(shown.tenant, pool=pool)  # groups are of records' keys
             return self._tenants.named(
                 shown.tenant, record.epoch, shown.group, record.share, record.engine_terms, record.pool
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.records import KeyRecord, TenantRecord, encode
 
 SECRET = b"a secret of all gateways, 32 bytes"
+JWT = {"issuer": "https://issuer", "audience": "kvferry", "jwks_url": "https://issuer/keys"}
 CERTIFICATES = ServerTlsConfig(cert_file=Path("c"), key_file=Path("k"), client_ca_file=Path("ca"))
 
 
@@ -184,6 +186,7 @@ class _TokenOf:
         self._tenant = tenant
 
     def tenant_of(self, token: str) -> str:
+        assert token == "a.b.c"
         return self._tenant
 
 
@@ -255,3 +258,45 @@ def test_a_key_is_looked_for_as_it_was_sent(tmp_path: Path) -> None:
     access = Access(GatewayConfig(keys_file=tmp_path / "keys.yaml"), Tenants(SECRET))
     with pytest.raises(Unauthenticated):
         access.identify("Bearer \ud800", None)
+
+
+@pytest.mark.parametrize(
+    ("config", "has_directory", "wanted"),
+    [
+        ({"keys_file": "keys.yaml"}, False, "an API key is required: authorization: Bearer KEY"),
+        ({"tenants_in_etcd": True}, True, "an API key is required: authorization: Bearer KEY"),
+        ({"jwt": JWT}, False, "a token is required: authorization: Bearer TOKEN"),
+    ],
+)
+async def test_whoever_shows_nothing_is_told_what_to_show(
+    tmp_path: Path, config: dict[str, Any], has_directory: bool, wanted: str
+) -> None:
+    new_key(tmp_path / "keys.yaml", "acme", "ci")
+    if "keys_file" in config:
+        config = {"keys_file": tmp_path / "keys.yaml"}
+    access = Access(GatewayConfig(**config), Tenants(SECRET), await directory_with() if has_directory else None)
+    with pytest.raises(Unauthenticated) as refused:
+        access.identify(None, None)
+    assert refused.value.message == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "checks"),
+    [
+        ({}, True),
+        ({"host": "10.0.0.1"}, False),
+        ({"tls": CERTIFICATES}, False),
+        ({"host": "0.0.0.0", "tls": CERTIFICATES}, False),
+    ],
+)
+def test_pages_are_checked_where_any_browser_may_ask(config: dict[str, Any], checks: bool) -> None:
+    assert Access(GatewayConfig(**config), Tenants(SECRET)).checks_pages is checks
+
+
+def test_an_operators_key_needs_the_certificate_too(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    key = f"Bearer {new_key(file, 'acme', 'ops', operator=True)}"
+    access = Access(GatewayConfig(tls=CERTIFICATES, keys_file=file), Tenants(SECRET))
+    assert access.is_operator(key, "somebody")
+    with pytest.raises(Unauthenticated, match="client certificate"):
+        access.is_operator(key, None)
