@@ -1,12 +1,20 @@
 """Change one thing at a time in what decides who may do what and what proves a page, and see whether a test fails.
 
-The last line is JSON: `mutants`, `killed`, `equivalent` and `survived`. Exit code 1 where one survived that is not in
-EQUIVALENT. Changes of texts of errors and logs count as equivalent: they are read by people.
+    python tools/mutants.py                         all of MODULES
+    python tools/mutants.py gateway/access.py       one of them
+
+The last line is JSON: `mutants`, `killed` (a test failed or hung), `equivalent` and `survived`. Exit code 1 where one
+survived, or where an entry of EQUIVALENT is stale: no survivor fits it any more. Other texts in errors, logs and
+`__repr__` count as equivalent, since people read them; a text that is left out does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import builtins
+import copy
+import difflib
 import json
 import os
 import re
@@ -14,24 +22,33 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "services" / "kvferry"
 
 # Module below services/kvferry -> the tests that have to notice.
 MODULES: dict[str, tuple[str, ...]] = {
     "gateway/access.py": ("tests/unit/gateway/test_access.py",),
+    "gateway/identification.py": ("tests/unit/gateway/test_identification.py",),
     "gateway/jwt_tokens.py": ("tests/unit/gateway/test_jwt_tokens.py",),
     "gateway/tenant_directory.py": ("tests/unit/gateway/test_tenant_directory.py",),
+    "keeper/chunk_lender.py": ("tests/unit/keeper/test_chunk_lender.py",),
     "link/flow_control.py": ("tests/unit/link/test_flow_control.py",),
-    "link/quarantine.py": ("tests/unit/link/test_quarantine.py",),
+    "router/ledger.py": ("tests/unit/router/test_ledger.py",),
+    "store/keyring.py": ("tests/unit/store/test_keyring.py",),
+    "store/quarantine.py": ("tests/unit/store/test_volume.py",),
+    "store/seal_counts.py": ("tests/unit/store/test_sealing_keys.py",),
     "tenancy/limits.py": ("tests/unit/tenancy/test_limits.py",),
     "tenancy/slots.py": ("tests/unit/tenancy/test_slots.py",),
 }
-# Name of a mutant -> why no test can see it.
-EQUIVALENT: dict[str, str] = {}
+# Module and function -> the line as a mutant has it ("without: " and the line where it is removed) -> why no test can
+# see the difference.
+EQUIVALENT: dict[str, dict[str, str]] = {}
 
-_TEXT = re.compile(r"""[frb]*(".*"|'.*')""")
 _COPIED = ("bench", "docs", "tests", "tools")
 _SETTINGS = """
 [tool.mutmut]
@@ -49,6 +66,15 @@ pythonpath = ["tests", "."]
 addopts = "--import-mode=importlib"
 markers = ["model: ", "shared_pair: ", "vllm: ", "cluster: "]
 """
+_KILLED = ("killed", "timeout")
+_LOGGERS = ("log", "logger", "warnings")
+
+
+class Survivor(NamedTuple):
+    function: str
+    line: str  # as in EQUIVALENT
+    difference: str
+    is_of_texts: bool
 
 
 def main() -> int:
@@ -56,47 +82,161 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", default=list(MODULES), help="of services/kvferry")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
+    counts: Counter[str] = Counter(mutants=0, killed=0, equivalent=0, survived=0)
+    num_stale = 0
+    for module in arguments.modules:
+        outcomes, survivors = _try_mutants(module, arguments.jobs)
+        known = {
+            (name.removeprefix(f"{module} "), line): 0
+            for name, lines in EQUIVALENT.items()
+            if name.startswith(f"{module} ")
+            for line in lines
+        }
+        left = []
+        for survivor in survivors:
+            if (key := (survivor.function, survivor.line)) in known:
+                known[key] += 1
+            elif not survivor.is_of_texts:
+                left.append(survivor)
+        for survivor in left:
+            print(f"\n{module} {survivor.function}\n{survivor.difference}")
+        for (function, line), num_met in known.items():
+            if not num_met:
+                num_stale += 1
+                print(f"stale: no survivor of {module} {function} has: {line}")
+        of_module = {
+            "mutants": len(outcomes),
+            "killed": sum(outcome in _KILLED for outcome in outcomes.values()),
+            "equivalent": len(survivors) - len(left),
+            "survived": len(left),
+        }
+        print(f"{module}: {json.dumps(of_module)}", flush=True)
+        counts.update(of_module)
+    print(json.dumps(counts))
+    return 1 if counts["survived"] or num_stale else 0
+
+
+def _try_mutants(module: str, num_jobs: int) -> tuple[dict[str, str], list[Survivor]]:
+    """Return each mutant's outcome by its name, and those that no test noticed."""
     with tempfile.TemporaryDirectory(prefix="kvferry-mutants-") as folder:
         place = Path(folder)
-        _prepare(place, arguments.modules)
+        _prepare(place, module)
         mutmut = [sys.executable, "-m", "mutmut"]
-        subprocess.run([*mutmut, "run", "--max-children", str(arguments.jobs)], cwd=place, check=True)
+        with subprocess.Popen(
+            [*mutmut, "run", "--max-children", str(num_jobs)], cwd=place, stdout=subprocess.PIPE
+        ) as running:
+            assert running.stdout is not None
+            output = _show_progress(module, iter(lambda: os.read(running.stdout.fileno(), 4096), b""))
+        if running.returncode:
+            sys.exit(f"{output}\nmutmut ended with exit code {running.returncode}")
         results = subprocess.run(
             [*mutmut, "results", "--all", "true"], cwd=place, check=True, capture_output=True, text=True
         )
         outcomes = dict(line.strip().split(": ", 1) for line in results.stdout.splitlines() if ": " in line)
-        left = {}
-        for name in (name for name, outcome in outcomes.items() if outcome not in ("killed", "timeout")):
-            shown = subprocess.run(
-                [*mutmut, "show", name], cwd=place, check=True, capture_output=True, text=True
-            ).stdout
-            if name not in EQUIVALENT and not _is_of_texts(shown):
-                left[name] = shown
-    for name, shown in left.items():
-        print(f"\n{name}\n{shown}")
-    killed = sum(outcome in ("killed", "timeout") for outcome in outcomes.values())
-    equivalent = len(outcomes) - killed - len(left)
-    print(json.dumps({"mutants": len(outcomes), "killed": killed, "equivalent": equivalent, "survived": len(left)}))
-    return 1 if left else 0
+        source = (place / "mutants" / "src" / "kvferry" / module).read_text(encoding="utf-8")
+        return outcomes, list(_survivors(source, outcomes))
 
 
-def _prepare(place: Path, modules: list[str]) -> None:
+def _prepare(place: Path, module: str) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "services" / "kvferry", place / "src" / "kvferry", ignore=ignored)
+    shutil.copytree(PACKAGE, place / "src" / "kvferry", ignore=ignored)
     for name in _COPIED:
         shutil.copytree(ROOT / name, place / name, ignore=ignored)
     settings = _SETTINGS.format(
-        modules=json.dumps([f"src/kvferry/{module}" for module in modules]),
+        modules=json.dumps([f"src/kvferry/{module}"]),
         copied=json.dumps([*_COPIED, "pyproject.toml"]),
-        tests=json.dumps(sorted({test for module in modules for test in MODULES[module]})),
+        tests=json.dumps(MODULES[module]),
     )
     (place / "pyproject.toml").write_text(settings)
 
 
-def _is_of_texts(shown: str) -> bool:
-    """Return whether a difference is of texts that people read: a line that is an error's, a log's or a repr's."""
-    changed = [line[1:] for line in shown.splitlines() if re.match(r"[-+](?![-+])", line)]
-    return len({_TEXT.sub('""', line) for line in changed}) == 1
+def _show_progress(module: str, pieces: Iterator[bytes]) -> str:
+    """Print a line whenever another tenth of the mutants was tried. Return all that mutmut printed."""
+    output, tenths = b"", 0
+    for piece in pieces:
+        output += piece
+        counts = re.findall(rb"(\d+)/(\d+)", output[-200:])
+        if counts and (now := 10 * int(counts[-1][0]) // max(1, int(counts[-1][1]))) > tenths:
+            tenths = now
+            print(f"{module}: tried {counts[-1][0].decode()} of {counts[-1][1].decode()} mutants", flush=True)
+    return output.decode(errors="replace")
+
+
+def _survivors(source: str, outcomes: dict[str, str]) -> Iterator[Survivor]:
+    functions = {
+        node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    lines = source.splitlines()
+    exceptions = _exceptions()
+    for name, outcome in outcomes.items():
+        if outcome in _KILLED:
+            continue
+        name_here = name.rsplit(".", 1)[1]
+        original = functions[re.sub(r"_\d+$", "_orig", name_here)]
+        mutant = functions[name_here]
+        before, after = (
+            [line.strip() for line in lines[node.lineno : node.end_lineno]] for node in (original, mutant)
+        )  # without the line `def`, unless it goes on
+        if original.args.defaults or original.args.kw_defaults:
+            before.insert(0, lines[original.lineno - 1].partition("(")[2])
+            after.insert(0, lines[mutant.lineno - 1].partition("(")[2])
+        changes = [line for line in difflib.ndiff(before, after) if line[0] in "-+"]
+        added = " ".join(line[2:] for line in changes if line[0] == "+")
+        removed = " ".join(line[2:] for line in changes if line[0] == "-")
+        yield Survivor(
+            re.sub(r"^x_?|__mutmut_\d+$", "", name_here).replace("ǁ", ".").lstrip("."),
+            added or f"without: {removed}",
+            f"# {outcome}\n" + "\n".join(changes),
+            _without_texts(original, exceptions) == _without_texts(mutant, exceptions),
+        )
+
+
+def _exceptions() -> frozenset[str]:
+    """Return names of exception classes: Python's and those of kvferry.errors."""
+    errors = ast.parse((PACKAGE / "errors.py").read_text(encoding="utf-8"))
+    names = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)}
+    return frozenset(names | {node.name for node in errors.body if isinstance(node, ast.ClassDef)})
+
+
+def _without_texts(function: ast.FunctionDef | ast.AsyncFunctionDef, exceptions: frozenset[str]) -> str:
+    """Return a function's code with every text that people read replaced by an empty one."""
+    function = copy.deepcopy(function)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            _empty_arguments(node.exc)
+        elif isinstance(node, ast.Call) and _is_for_people(node.func, exceptions):
+            _empty_arguments(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "__repr__" in function.name:
+            node.value = ""
+    return "\n".join(ast.dump(part) for part in (function.args, *function.body))
+
+
+def _is_for_people(called: ast.expr, exceptions: frozenset[str]) -> bool:
+    if isinstance(called, ast.Attribute):
+        return isinstance(called.value, ast.Name) and called.value.id in _LOGGERS
+    return isinstance(called, ast.Name) and called.id in exceptions
+
+
+def _empty_arguments(call: ast.Call) -> None:
+    for argument in [*call.args, *(keyword.value for keyword in call.keywords)]:
+        _empty(argument)
+
+
+def _empty(node: ast.expr) -> None:
+    """Empty the texts that become a part of an argument: no keys in it, and no arguments of other calls."""
+    match node:
+        case ast.Constant(value=str()):
+            node.value = ""
+        case ast.JoinedStr(values=parts) | ast.BoolOp(values=parts):
+            for part in parts:
+                _empty(part)
+        case ast.FormattedValue(value=inner):
+            _empty(inner)
+        case ast.IfExp(body=left, orelse=right) | ast.BinOp(left=left, right=right):
+            _empty(left)
+            _empty(right)
+        case ast.Call(func=ast.Attribute(value=separator, attr="join")):
+            _empty(separator)
 
 
 if __name__ == "__main__":

@@ -126,9 +126,9 @@ class Access:
         return self._find(bearer)
 
     def _find(self, key: str) -> _Shown:
-        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+        digest = hashlib.sha256(key.encode(errors="surrogatepass")).digest()
         if self._keys is not None and (entry := self._keys.find(digest)) is not None:
-            return _Shown(entry.tenant, "", entry.operator, is_in_file=True, is_for_metrics=entry.metrics)
+            return _Shown(entry.tenant, is_operator=entry.operator, is_in_file=True, is_for_metrics=entry.metrics)
         if self._directory is not None:
             if (found := self._directory.find(digest)) is not None:
                 tenant, record = found

@@ -57,7 +57,7 @@ def test_a_certificate_names_its_tenant_where_there_are_no_keys() -> None:
     with pytest.raises(Unauthenticated, match="client certificate"):
         access.identify("Bearer x", None)
     for name in ("", "Acme Corp", "../etc", "other", "default"):
-        with pytest.raises(PermissionDenied, match="no tenant"):
+        with pytest.raises(PermissionDenied, match=f"no tenant: tenant {name!r}"):
             access.identify(None, name)
 
 
@@ -207,6 +207,10 @@ async def test_a_token_lets_in_tenants_with_a_record_and_no_others() -> None:
         unknown.identify("Bearer a.b.c", None)
     with pytest.raises(PermissionDenied, match="'evil'"):
         unknown.require_metrics("Bearer a.b.c", None)
+    long = Access(config, Tenants(SECRET), directory, tokens=_TokenOf("n" * 500))  # type: ignore[arg-type]
+    with pytest.raises(PermissionDenied) as refused:
+        long.identify("Bearer a.b.c", None)
+    assert refused.value.message == f"{'n' * 64!r} is no tenant of this cluster", "an answer has an end"
 
 
 async def test_a_deleted_tenant_may_do_nothing_with_any_key(tmp_path: Path) -> None:
