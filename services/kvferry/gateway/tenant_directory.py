@@ -125,10 +125,10 @@ class TenantDirectory:
         if before is not None:
             for key in before.keys:
                 digest = bytes.fromhex(key.sha256)
-                owners = self._by_digest.get(digest, {})
-                owners.pop(name, None)
+                owners = self._by_digest[digest]
+                del owners[name]
                 if not owners:
-                    self._by_digest.pop(digest, None)
+                    del self._by_digest[digest]
         if record is None and before is not None and not before.is_deleted:
             # A key file must not serve it by default: its record may name a pool, and later epochs.
             log.error("the record of tenant %s is gone, which was not deleted: it is refused", name)

@@ -17,6 +17,7 @@ from kvferry.membership.base import RecordChange, RecordChanged, Records
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy import records
+from kvferry.tenancy.limits import Limits
 from kvferry.tenancy.records import KeyRecord, TenantRecord
 from support.waiting import SOON_S, until
 
@@ -41,7 +42,7 @@ def directory_at(now_s: list[float], ended: list[str]) -> TenantDirectory:
 async def test_keys_are_found_until_they_expire_or_are_revoked() -> None:
     now_s, ended = [100.0], []
     directory = directory_at(now_s, ended)
-    assert not directory.is_known
+    assert directory.is_known is False
     await directory.follower.take(
         Records({"acme": record("acme", key_record("a", expires_unix_s=200.0), key_record("b", "l"))})
     )
@@ -57,6 +58,17 @@ async def test_keys_are_found_until_they_expire_or_are_revoked() -> None:
     assert ended == [], "a revoked key ends no request that it began"
 
 
+async def test_a_deleted_tenant_is_none_of_the_cluster() -> None:
+    directory = directory_at([0.0], [])
+    limits = Limits(max_choices=7)
+    await directory.follower.take(
+        Records({"acme": record("acme", limits=limits), "gone": record("gone", is_deleted=True)})
+    )
+    assert directory.names() == ["acme"]
+    assert [directory.has(name) for name in ("acme", "gone", "never there")] == [True, False, False]
+    assert [directory.limits(name) for name in ("acme", "never there")] == [limits, None]
+
+
 async def test_the_garbage_collector_passes_keys_over() -> None:
     """Each pass through 640,000 keys would hold up the event loop."""
     directory = directory_at([0.0], [])
@@ -64,12 +76,16 @@ async def test_the_garbage_collector_passes_keys_over() -> None:
     assert not gc.is_tracked(directory._by_digest[digest("a")])
 
 
-async def test_a_key_of_two_tenants_is_nobodys() -> None:
+async def test_a_key_of_two_tenants_is_nobodys(caplog: pytest.LogCaptureFixture) -> None:
     directory = directory_at([0.0], [])
     await directory.follower.take(
-        Records({"acme": record("acme", key_record("a")), "beta": record("beta", key_record("a"))})
+        Records(
+            {"beta": record("beta", key_record("a"), key_record("b", "l")), "acme": record("acme", key_record("a"))}
+        )
     )
     assert directory.find(digest("a")) is None
+    (message,) = caplog.messages
+    assert "the tenants acme, beta is the same" in message
     await directory.follower.take(RecordChanged("beta", record("beta")))
     found = directory.find(digest("a"))
     assert found is not None
@@ -110,7 +126,9 @@ async def test_a_record_that_cannot_be_read_changes_nothing(caplog: pytest.LogCa
     assert "beta" in caplog.text
 
 
-async def test_a_tenant_whose_record_is_gone_is_refused_unless_it_was_deleted() -> None:
+async def test_a_tenant_whose_record_is_gone_is_refused_unless_it_was_deleted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A key file would serve it by default, in another pool and with pages of an earlier epoch."""
     directory = directory_at([0.0], [])
     await directory.follower.take(Records({name: record(name, epoch=7) for name in ("lost", "gone", "forgotten")}))
@@ -123,6 +141,8 @@ async def test_a_tenant_whose_record_is_gone_is_refused_unless_it_was_deleted() 
     for name in ("lost", "gone"):
         with pytest.raises(NotReady):
             directory.record(name)
+        assert f"the record of tenant {name} is gone, which was not deleted" in caplog.text
+    assert "forgotten" not in caplog.text
     await directory.follower.take(RecordChanged("lost", record("lost", epoch=9)))
     found = directory.record("lost")
     assert found is not None
@@ -155,7 +175,7 @@ async def test_beyond_the_limit_of_unknown_records_all_tenants_without_a_record_
         with pytest.raises(NotReady):
             directory.record(name)
     assert directory.record("acme") is not None
-    assert caplog.text.count("the limit") == 1
+    assert caplog.text.count("the records of 3 tenants cannot be read or are gone, the limit") == 1
 
 
 async def test_a_record_with_one_key_under_two_names_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,16 +195,23 @@ async def test_a_record_with_one_key_under_two_names_changes_nothing(caplog: pyt
 async def test_an_older_epoch_is_said(caplog: pytest.LogCaptureFixture) -> None:
     directory = directory_at([0.0], [])
     await directory.follower.take(Records({"acme": record("acme", epoch=7)}))
+    await directory.follower.take(RecordChanged("acme", record("acme", key_record("a"), epoch=7)))
     assert not caplog.records
     await directory.follower.take(RecordChanged("acme", record("acme", epoch=6)))
-    assert "went back from epoch 7 to 6" in caplog.text
+    assert "the record of tenant acme went back from epoch 7 to 6" in caplog.text
 
 
-async def test_tenants_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tenants_are_limited_and_others_are_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(tenant_directory, "MAX_KNOWN", 3)
     directory = directory_at([0.0], [])
     await directory.follower.take(Records({f"t{number}": record(f"t{number}") for number in range(5)}))
-    assert len(directory._tenants) == 3
+    assert directory.names() == ["t0", "t1", "t2"]
+    for name in ("t3", "t4"):
+        assert f"tenant {name!r} is left out: there are 3, the limit" in caplog.text
+        with pytest.raises(NotReady):
+            directory.record(name)
     await directory.follower.take(RecordChanged("t0", record("t0", key_record("a"))))
     assert directory.find(digest("a")) is not None
 
