@@ -40,8 +40,10 @@ def test_what_cannot_have_been_read_is_refused(num_messages: int, num_bytes: int
     credit.spend(10)
     credit.spend(10)
     credit.restore(1, 5)
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="does not fit <Credit unread=1 messages, 15 bytes>"):
         credit.restore(num_messages, num_bytes)
+    credit.restore(1, 5)  # an acknowledgement of nothing new is none too much
+    assert repr(credit) == "<Credit unread=1 messages, 15 bytes>"
 
 
 def test_a_gateway_speaks_seldom() -> None:
