@@ -85,7 +85,7 @@ class JwtTokens:
         if len(token) > MAX_TOKEN_CHARS:
             raise Unauthenticated(f"the token has {len(token)} characters; {MAX_TOKEN_CHARS} is the limit")
         self._look()
-        digest = hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
+        digest = hashlib.sha256(token.encode(errors="surrogatepass")).digest()
         known = self._verified.get(digest)
         if known is not None and self._now_unix_s() < known[0]:
             return known[1]
@@ -132,7 +132,7 @@ class JwtTokens:
             raise Unauthenticated("this is not a valid token of the issuer") from None
 
     def _key(self, key_id: Any) -> jwt.PyJWK:
-        if isinstance(key_id, str) and (key := self._keys.get(key_id)) is not None:
+        if (key := self._keys.get(key_id)) is not None:
             return key
         if key_id is None and len(self._keys) == 1:
             return next(iter(self._keys.values()))
@@ -192,7 +192,7 @@ class JwtTokens:
         url = self._config.jwks_url
         async with (
             asyncio.timeout(FETCH_TIMEOUT_S),
-            httpx.AsyncClient(transport=self._transport, timeout=FETCH_TIMEOUT_S) as client,
+            httpx.AsyncClient(transport=self._transport) as client,
             client.stream("GET", url) as answer,
         ):
             if answer.status_code != 200:
