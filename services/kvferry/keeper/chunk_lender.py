@@ -25,6 +25,7 @@ from kvferry.wire.v1 import keeper_pb2 as pb
 
 STAGING_BYTES = 128 << 20
 LEASE_S = 30.0
+MAX_KEYS = (1 << 20) // CHUNK_KEY_BYTES  # of a request
 # Longest wait for staging memory: after that, computing the chunk anew is cheaper.
 _STAGING_WAIT_S = 1.0
 _MAX_LEASE = (1 << 64) - 1  # 0: nothing is lent
@@ -55,7 +56,7 @@ class ChunkLender:
         agent: NixlAgent,
         *,
         staging_bytes: int = STAGING_BYTES,
-        timeout_s: float = 10.0,
+        timeout_s: float,
         lease_s: float = LEASE_S,
     ) -> None:
         self._local = local
@@ -64,8 +65,7 @@ class ChunkLender:
         self._timeout_s = timeout_s
         self._lease_s = lease_s
         self._memory: mmap.mmap | None = None
-        self._base = 0
-        self._metadata: asyncio.Task[bytes] | None = None
+        self._registering: asyncio.Task[_Registered] | None = None
         self._lease_to_starts: dict[int, tuple[list[int], asyncio.TimerHandle]] = {}
         self._staging_freed = asyncio.Condition()
         self._wakeups = TaskSet()
@@ -94,7 +94,7 @@ class ChunkLender:
             return _refusal(Outcome.MISSING, keys)
         if num_bytes != request.payload_bytes:
             return _refusal(Outcome.WRONG_LAYOUT, keys)
-        metadata = await self._ready()
+        registered = await self._ready()
         deadline_s = asyncio.get_running_loop().time() + min(self._timeout_s, timeout_s or self._timeout_s)
         lending = [
             asyncio.create_task(
@@ -111,10 +111,10 @@ class ChunkLender:
         starts = [result.start for result in lent if isinstance(result, _Lent)]
         reply = pb.FetchReply(agent=self._agent.name)
         if request.agent != self._agent.name:
-            reply.agent_metadata = metadata
+            reply.agent_metadata = registered.metadata
         for result in lent:
             if isinstance(result, _Lent):
-                reply.chunks.add(address=self._base + result.start, header=result.header)
+                reply.chunks.add(address=registered.base + result.start, header=result.header)
             else:
                 reply.chunks.add(cause=result)
         if starts:
@@ -136,23 +136,22 @@ class ChunkLender:
         for lease in list(self._lease_to_starts):
             self.release(lease)
         await self._wakeups.wait()
-        if self._metadata is not None:
+        if self._registering is not None:
             with contextlib.suppress(TierError):
-                await self._metadata
-                await self._agent.deregister(self._base)
-            self._metadata = None
+                await self._agent.deregister((await self._registering).base)
+            self._registering = None
 
-    async def _ready(self) -> bytes:
-        if self._metadata is None or (self._metadata.done() and self._metadata.exception() is not None):
-            self._metadata = asyncio.create_task(self._prepare())
-        return await asyncio.shield(self._metadata)
+    async def _ready(self) -> _Registered:
+        if self._registering is None or (self._registering.done() and self._registering.exception() is not None):
+            self._registering = asyncio.create_task(self._register())
+        return await asyncio.shield(self._registering)
 
-    async def _prepare(self) -> bytes:
+    async def _register(self) -> _Registered:
         if self._memory is None:
             self._memory = mmap.mmap(-1, self._staging.num_bytes)
-            self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        await self._agent.register(self._base, self._staging.num_bytes)
-        return await self._agent.metadata(self._base)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        await self._agent.register(base, self._staging.num_bytes)
+        return _Registered(base, await self._agent.metadata(base))
 
     async def _lend(
         self, volume_id: str, layout: LayoutDigest, chunk: ChunkId, num_bytes: int, deadline_s: float
@@ -186,15 +185,15 @@ class ChunkLender:
             self._free(lent.start)
 
     async def _allocate(self, num_bytes: int, deadline_s: float) -> int | None:
-        start = self._staging.allocate(num_bytes)
-        if start is not None or num_bytes > self._staging.num_bytes:
-            return start
+        if num_bytes > self._staging.num_bytes:
+            return None
         given_up_s = min(deadline_s, asyncio.get_running_loop().time() + _STAGING_WAIT_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(given_up_s), self._staging_freed:
                 while (start := self._staging.allocate(num_bytes)) is None:
                     await self._staging_freed.wait()
-        return start
+                return start
+        return None
 
     def _free(self, start: int) -> None:
         self._staging.free(start)
@@ -220,6 +219,14 @@ class ChunkLender:
 
 
 @dataclass(frozen=True, slots=True)
+class _Registered:
+    """The memory that is lent, as its agent knows it."""
+
+    base: int  # its address
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class _Lent:
     start: int
     header: bytes
@@ -232,7 +239,7 @@ def _keys_of(request: pb.FetchRequest) -> Sequence[ChunkKey]:
         keys = unpack_chunk_keys(request.keys)
     except ProtocolError as error:
         raise ValueError(str(error)) from None
-    if not keys or len(keys) * CHUNK_KEY_BYTES > 1 << 20:
+    if not 1 <= len(keys) <= MAX_KEYS:
         raise ValueError(f"{len(keys)} keys at once")
     return keys
 

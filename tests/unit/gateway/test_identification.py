@@ -24,7 +24,7 @@ from kvferry.membership.base import RecordStore
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.limits import Limits
-from support.waiting import until
+from support.waiting import until, until_async
 
 SECRET = b"a secret of all gateways, 32 bytes"
 URL = JwtConfig(issuer="https://issuer", audience="kvferry", jwks_url="http://127.0.0.1:1/keys")  # nobody answers
@@ -121,9 +121,12 @@ async def test_the_secret_of_salts_is_kept_while_a_gateway_runs(
         before = await records.read(SECRET_RECORD)
         assert before is not None
         await records.write(SECRET_RECORD, None, before.revision)
-        while (found := await records.read(SECRET_RECORD)) is None:
-            await asyncio.sleep(0.001)
-        assert found.value == before.value
+
+        async def is_back() -> bool:
+            found = await records.read(SECRET_RECORD)
+            return found is not None and found.value == before.value
+
+        await until_async(is_back)
 
 
 async def test_a_secret_in_a_file_is_the_one_of_salts_and_none_is_read_from_etcd(
