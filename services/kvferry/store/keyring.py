@@ -25,6 +25,7 @@ MAX_TENANTS = 65_536
 _MIN_SECRET_BYTES = 32
 _MAX_FILE_BYTES = 64 << 20
 _MAX_TOLD = 256
+_MAX_DERIVED = 4096  # of namespaces and volumes, whose keys are kept
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class SecretsKeyring:
             if len(set(secrets)) < len(secrets):
                 raise ValueError(f"a secret of entry {number} is there twice")
             self._tenant_to_secrets[tenant] = secrets
-        self._derived = functools.lru_cache(maxsize=4096)(self._derive)
+        self._derived = functools.lru_cache(_MAX_DERIVED)(self._derive)
 
     def __repr__(self) -> str:
         return f"<SecretsKeyring of {sorted(self._tenant_to_secrets)}>"
@@ -65,7 +66,7 @@ class SecretsKeyring:
 
         tenant = namespace.tenant if namespace.tenant in self._tenant_to_secrets else ANY_TENANT
         # The text is unique to volume and namespace: neither contains a space.
-        info = f"kvferry chunk {volume_id} {namespace}".encode("ascii")
+        info = f"kvferry chunk {volume_id} {namespace}".encode()
         return tuple(
             HKDF(hashes.SHA256(), SEALING_KEY_BYTES, salt=None, info=info).derive(secret)
             for secret in self._tenant_to_secrets.get(tenant, ())

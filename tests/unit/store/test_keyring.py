@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError
+from kvferry.store import keyring as keyring_module
 from kvferry.store.keyring import MAX_SECRETS, MAX_TENANTS, SealingKeyFile, SecretsKeyring, load_keyring
 from kvferry.tenancy.namespace import Namespace
 
@@ -43,7 +44,46 @@ def test_a_tenant_without_a_secret_is_told_once(tmp_path: Path, caplog: pytest.L
     for _ in range(3):
         assert keys.keys(Namespace("bank"), "v")
         assert not keys.keys(Namespace("other"), "v")
-    assert [record.message.partition(": ")[0].endswith("for tenant other") for record in caplog.records] == [True]
+    file = tmp_path / "keys.json"
+    assert caplog.messages == [f"{file} has no secret for tenant other: its chunks are not kept"]
+
+
+def test_the_log_names_so_many_tenants_without_a_secret(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may name any number of them."""
+    monkeypatch.setattr(keyring_module, "_MAX_TOLD", 2)
+    keys = SealingKeyFile(saved(tmp_path, json.dumps({"bank": SECRET})))
+    for number in range(4):
+        assert not keys.keys(Namespace(f"t{number}"), "v")
+    assert len(caplog.records) == 2
+
+
+def test_a_key_file_has_another_key_for_each_volume(tmp_path: Path) -> None:
+    keys = SealingKeyFile(saved(tmp_path, json.dumps({"*": SECRET})))
+    assert keys.keys(Namespace("a"), "v-1") != keys.keys(Namespace("a"), "v-2")
+
+
+def test_there_may_be_so_many_tenants_and_secrets_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyring_module, "MAX_TENANTS", 2)
+    secrets = [bytes([number]) * 32 for number in range(MAX_SECRETS)]
+    keyring = SecretsKeyring({"a": secrets, "b": secrets})
+    assert len(keyring.keys(Namespace("a"), "v")) == MAX_SECRETS
+    with pytest.raises(ValueError, match="3 tenants; at most 2"):
+        SecretsKeyring(dict.fromkeys("abc", secrets))
+
+
+def test_derived_keys_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyring_module, "_MAX_DERIVED", 2)
+    keyring = SecretsKeyring({"*": bytes(32)})
+    a, b, c = (Namespace(tenant) for tenant in "abc")
+    first = keyring.keys(a, "v")
+    keyring.keys(b, "v")
+    assert keyring.keys(a, "v") is first
+    keyring.keys(b, "v")
+    keyring.keys(c, "v")
+    assert keyring.keys(a, "v") is not first
+    assert keyring.keys(a, "v") == first
 
 
 @pytest.mark.parametrize(
@@ -139,14 +179,35 @@ def test_old_secrets_open_and_the_first_one_seals(tmp_path: Path) -> None:
     assert new != known
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_file_may_have_a_mark_of_its_byte_order(tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "keys.json"
+    file.write_bytes(json.dumps({"a": SECRET}).encode(encoding))
+    file.chmod(0o600)
+    assert load_keyring(file).keys(Namespace("a"), "v")
+
+
+def test_a_file_that_is_too_large_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = saved(tmp_path, json.dumps({"a": SECRET}))
+    monkeypatch.setattr(keyring_module, "_MAX_FILE_BYTES", file.stat().st_size)
+    load_keyring(file)
+    monkeypatch.setattr(keyring_module, "_MAX_FILE_BYTES", file.stat().st_size - 1)
+    with pytest.raises(ConfigError, match="not JSON"):
+        load_keyring(file)
+
+
 def test_a_file_that_changed_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     file = saved(tmp_path, json.dumps({"a": SECRET}))
     keys = SealingKeyFile(file)
     before = keys.keys(Namespace("a"), "v")
     keys.refresh()
     assert keys.keys(Namespace("a"), "v") == before
+    assert not caplog.messages
     saved(tmp_path, json.dumps({"a": ["cd" * 32, SECRET]}))
-    keys.refresh()
+    for _ in range(2):
+        keys.refresh()
+    assert caplog.messages == [f"sealing keys are read again: {file}"]
     after = keys.keys(Namespace("a"), "v")
     assert after[1:] == before
     # One that cannot be used changes nothing, and is named once.
