@@ -69,6 +69,28 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "only its truth counts"
         ),
     },
+    "store/keyring.py SecretsKeyring._derive": {
+        "HKDF(hashes.SHA256(), SEALING_KEY_BYTES, info=info).derive(secret)": "later releases of HKDF take no salt too",
+    },
+    "store/keyring.py SealingKeyFile.__init__": {
+        "self._fault = None": "no error has this message",
+        'self._fault = "XXXX"': "the same",
+    },
+    "store/keyring.py SealingKeyFile.refresh": {
+        'self._seen, self._fault = signature, "XXXX"': "no error has this message",
+    },
+    "store/seal_counts.py SealCounts.__init__": {
+        "self._others: Counter[str] = None": "`load` sets it before it is read",
+        "self._unknown_others: list[Path] = None": "the same",
+        "self._is_changed = None": "only its truth counts",
+        "self._is_refused_by_drive = None": "the same",
+    },
+    "store/seal_counts.py SealCounts.save": {
+        "self._is_refused_by_drive = None": "only its truth counts",
+    },
+    "store/seal_counts.py _replace": {
+        'draft = file.with_suffix(".TMP")': "no reader of counts takes either for one",
+    },
 }
 
 _COPIED = ("bench", "docs", "tests", "tools")

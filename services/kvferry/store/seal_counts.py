@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class SealCounts:
-    """Thread-safe. `path` is the volume's. Nothing is sealed while a file of counts cannot be read."""
+    """Thread-safe. `path` is the volume's. Nothing is sealed before `load`, and while a file of counts cannot be read."""
 
     def __init__(self, path: Path, writer: str) -> None:
         self._file = path / paths.KEYS / f"{writer}.json"
@@ -32,7 +32,7 @@ class SealCounts:
         self._saving = threading.Lock()
         self._ours: Counter[str] = Counter()
         self._others: Counter[str] = Counter()
-        self._is_ours_unknown = False
+        self._is_ours_unknown = True
         self._unknown_others: list[Path] = []
         self._warned: set[str] = set()
         self._is_changed = False
@@ -150,7 +150,7 @@ def read_all(path: Path) -> Counter[str]:
     return counts
 
 
-def _read_all(path: Path, *, without: str = "") -> tuple[Counter[str], list[Path]]:
+def _read_all(path: Path, *, without: str | None = None) -> tuple[Counter[str], list[Path]]:
     """Return the sum, and what cannot be read."""
     counts: Counter[str] = Counter()
     unknown: list[Path] = []

@@ -106,7 +106,7 @@ def test_a_key_that_has_sealed_too_many_seals_no_more(
     assert put(opened(NEW, OLD), 7) == [Outcome.OK]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"a": "b"}', b"[]", b'{"\xff": 1}'])
+@pytest.mark.parametrize("content", [b"", b"{", b'{"a": "b"}', b"[]", b'{"\xff": 1}', b'{"a": 1, "b": -1}'])
 @pytest.mark.parametrize("writer", ["w", "other"])
 def test_nothing_is_sealed_while_counts_cannot_be_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, writer: str, content: bytes
@@ -120,12 +120,13 @@ def test_nothing_is_sealed_while_counts_cannot_be_read(
         assert not counts.may_seal(KEY)
     assert caplog.text.count(f"{file} cannot be read") == 1
     counts.absorb("other")
-    counts.save()
+    assert counts.save() is (writer == "other")
     assert file.read_bytes() == content
     assert not seal_counts.read_all(tmp_path)
+    assert f"{file} cannot be read: its seals are not counted" in caplog.text
     # As the log says: its operator takes it away.
     file.unlink()
-    counts.save()
+    assert counts.save()
     counts.load_others()
     assert counts.may_seal(KEY)
     counts.add(KEY)
@@ -158,6 +159,132 @@ def test_counts_outlive_a_full_drive(tmp_path: Path, monkeypatch: pytest.MonkeyP
     again = SealCounts(tmp_path, "w")
     again.load()
     assert not again.may_seal(KEY)
+
+
+class Drive:
+    """Takes counts, or not, at the end of a write."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = False
+        self.num_writes = 0
+        self.on_write = lambda: None
+        (folder / "keys").mkdir()
+        monkeypatch.setattr(os, "fsync", self.fsync)
+
+    def fsync(self, fd: int) -> None:
+        self.num_writes += 1
+        self.on_write()
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drive:
+    return Drive(tmp_path, monkeypatch)
+
+
+def counts_at(path: Path, **sealed: int) -> SealCounts:
+    """Return the counts of a writer `w` beside those that other writers have saved."""
+    for writer, num in sealed.items():
+        (path / "keys" / f"{writer}.json").write_text(json.dumps({KEY.hex(): num}))
+    counts = SealCounts(path, "w")
+    counts.load()
+    return counts
+
+
+def test_nothing_is_sealed_before_counts_were_read(drive: Drive, tmp_path: Path) -> None:
+    counts = SealCounts(tmp_path, "w")
+    assert repr(counts) == "<SealCounts of 0 keys>"
+    assert not counts.may_seal(KEY)
+    counts.load()
+    assert counts.may_seal(KEY)
+
+
+def test_counts_are_saved_only_when_they_changed(drive: Drive, tmp_path: Path) -> None:
+    counts = counts_at(tmp_path, w=0)
+    assert counts.save()
+    assert drive.num_writes == 0
+    counts.add(KEY)
+    for _ in range(2):
+        assert counts.save()
+        assert drive.num_writes == 1
+
+
+def test_ones_own_seals_count_once_and_those_of_others_too(
+    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(seal_counts, "WARN_AT", 4)
+    monkeypatch.setattr(seal_counts, "MAX_SEALS", 5)
+    counts = counts_at(tmp_path, other=2)
+    counts.add(KEY)
+    assert counts.save()
+    counts.load_others()
+    assert counts.may_seal(KEY)
+    assert not caplog.messages
+    said = f"volume {tmp_path}: the key {KEY.hex()} has sealed %s; put a new secret before its secret in the key file"
+    for consequence, may_seal in (
+        ("4 chunks, at most 5 are", True),
+        ("5 chunks, no chunk is sealed with it any more", False),
+    ):
+        counts.add(KEY)
+        for _ in range(2):
+            assert counts.may_seal(KEY) is may_seal
+        assert caplog.messages[-1] == said % consequence
+    assert len(caplog.messages) == 2
+
+
+def test_so_many_seals_that_no_drive_has_written_down_are_the_last_ones(
+    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restart forgets them, and a nonce could repeat."""
+    monkeypatch.setattr(seal_counts, "MAX_UNSAVED", 3)
+    counts = counts_at(tmp_path)
+
+    def seal(num: int) -> list[bool]:
+        may_seal = []
+        for _ in range(num):
+            may_seal.append(counts.may_seal(KEY))
+            counts.add(KEY)
+        return may_seal
+
+    assert seal(5) == [True] * 5, "the drive was not asked yet"
+    assert counts.save()
+    drive.is_full = True
+    assert seal(1) == [True]
+    for _ in range(2):
+        assert not counts.save()
+        error = os.strerror(errno.ENOSPC)
+        assert caplog.messages[-1].startswith(
+            f"volume {tmp_path}: it is not written down how many chunks were sealed: "
+        )
+        assert error in caplog.messages[-1]
+    assert seal(3) == [True, True, False]
+    assert f"the key {KEY.hex()} has sealed 8 chunks, of which 3 cannot be written down: none is sealed" in caplog.text
+    drive.is_full = False
+    assert counts.save()
+    assert seal(5) == [True] * 5
+    assert counts.save()
+    assert seal_counts.read_all(tmp_path) == {KEY.hex(): 14}
+
+
+def test_seals_that_were_added_while_counts_were_written_are_unsaved_too(
+    drive: Drive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seal_counts, "MAX_UNSAVED", 3)
+    counts = counts_at(tmp_path)
+    counts.add(KEY)
+    drive.is_full, drive.on_write = True, lambda: counts.add(KEY)
+    assert not counts.save()
+    assert counts.may_seal(KEY)
+    counts.add(KEY)
+    assert not counts.may_seal(KEY)
+
+
+def test_a_file_that_another_keeper_absorbed_first_is_no_fault(drive: Drive, tmp_path: Path) -> None:
+    counts = counts_at(tmp_path, gone=2)
+    drive.on_write = lambda: (tmp_path / "keys" / "gone.json").unlink()
+    counts.absorb("gone")
+    assert seal_counts.read_all(tmp_path) == {KEY.hex(): 2}
 
 
 def test_a_tenant_is_purged_from_all_writers_and_from_quarantine(opened: Opened, tmp_path: Path) -> None:
