@@ -88,7 +88,6 @@ class TenantLimits:
     """What one gateway knows of a tenant's use. Continuations do not ask."""
 
     def __init__(self, limits: Limits, now_s: float) -> None:
-        self.limits = Limits()
         self.num_choices = 0  # in flight at this gateway
         self.num_choices_elsewhere = 0
         self._num_own = self._num_others = 0.0  # requests of late, of this gateway and of others
