@@ -69,6 +69,13 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "only its truth counts"
         ),
     },
+    "router/ledger.py WorkerAccount.__init__": {
+        "self.head_since_s = None  # when the first of `prefills` began": "read only after the first one set it",
+        "self.head_since_s = 1.0  # when the first of `prefills` began": "the same",
+    },
+    "router/ledger.py Ledger._end_arrival": {
+        "flight.is_arriving = None": "only its truth counts",
+    },
     "store/keyring.py SecretsKeyring._derive": {
         "HKDF(hashes.SHA256(), SEALING_KEY_BYTES, info=info).derive(secret)": "later releases of HKDF take no salt too",
     },
