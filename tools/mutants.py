@@ -98,6 +98,21 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "store/seal_counts.py _replace": {
         'draft = file.with_suffix(".TMP")': "no reader of counts takes either for one",
     },
+    "tenancy/slots.py _Tenant.__init__": {
+        "self._peak = self._peak_before = self._period = 1": "a tenant wants at least one when it is first asked",
+    },
+    "tenancy/slots.py DecodeSlots.begin": {
+        'known.streams[stream] = ""': "only its keys are read",
+    },
+    "tenancy/slots.py DecodeSlots.check": {
+        "assert abs(self._filled - sum(known.filled for known in self._tenants.values())) <= 1e-6": (
+            "no sum is wrong by exactly so much"
+        ),
+        "assert abs(self._seen_weight - sum(known.weight for known in self._tenants.values())) <= 1e-6": "the same",
+    },
+    "tenancy/slots.py DecodeSlots._slots_per_weight": {
+        "return self.num_slots / self._seen_weight if self._seen_weight > 0 else 1.0": "no tenant has a share of it",
+    },
 }
 
 _COPIED = ("bench", "docs", "tests", "tools")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Final, Generic, TypeVar
@@ -69,7 +70,7 @@ class DecodeSlots(Generic[Stream]):
 
     def set_weight(self, tenant: str, weight: float) -> None:
         """Raises ValueError unless above 0 and finite."""
-        if not 0 < weight < float("inf"):
+        if not 0 < weight < math.inf:
             raise ValueError(f"tenant {tenant} has weight {weight}")
         self._weights[tenant] = weight
         known = self._tenants.get(tenant)
@@ -98,7 +99,7 @@ class DecodeSlots(Generic[Stream]):
         num_free = self.num_slots - self.num_streams
         if num_free <= 0:
             return None
-        if num_free > self.num_reserved and num_free > self._num_reserved_now(now_s):
+        if num_free > self._num_reserved_now(now_s):
             first = self._by_next.first()
             return None if first is None else first[1]
         first = self._by_streams.first()
@@ -198,7 +199,7 @@ class DecodeSlots(Generic[Stream]):
                 self._seen(tenant, now_s)
                 continue
             del self._seen_s[tenant], self._tenants[tenant]
-            self._seen_weight = self._seen_weight - known.weight if self._tenants else 0.0
+            self._seen_weight -= known.weight
 
     def _update(self, tenant: str, known: _Tenant[Stream]) -> None:
         if known.num_waiting:

@@ -84,6 +84,90 @@ def test_as_many_slots_are_kept_as_a_tenant_lately_wanted(demand: int, num_kept:
     assert fill(slots, 1.0) == "p" * num_kept
 
 
+@pytest.mark.parametrize(("now_s", "num_kept"), [(0.2, 3), (4.9, 3), (5.0, 3), (9.9, 3), (10.0, 1)])
+def test_slots_are_kept_for_the_period_of_a_peak_and_the_next_one(now_s: float, num_kept: int) -> None:
+    assert fill(slots_after(3, now_s), now_s) == "n" * (32 - num_kept)
+
+
+def test_tenants_that_want_nothing_any_more_claim_nothing() -> None:
+    slots: DecodeSlots[int] = DecodeSlots(32, 0, 8)
+    for number, tenant in enumerate("pqr"):
+        slots.wait(tenant, 0.0)
+        slots.begin(tenant, number, 0.0)
+        slots.end(tenant, number, 0.0)
+    for _ in range(60):
+        slots.wait("n", 10.0)
+    assert fill(slots, 10.0) == "n" * 32
+
+
+def test_a_tenant_wanted_its_streams_and_what_waited_beside_them() -> None:
+    slots: DecodeSlots[int] = DecodeSlots(32, 1, 8)
+    for stream in range(2):
+        slots.wait("p", 0.0)
+        slots.begin("p", stream, 0.0)
+    for _ in range(4):
+        slots.wait("p", 0.1)
+    for _ in range(4):
+        slots.leave("p")
+    for stream in range(2):
+        slots.end("p", stream, 0.2)
+    for _ in range(60):
+        slots.wait("n", 1.0)
+    assert fill(slots, 1.0) == "n" * 26
+
+
+@pytest.mark.parametrize(("weight", "num_kept"), [(0.25, 6), (4.0, 8)])
+def test_a_claim_is_at_most_a_share_by_weight(weight: float, num_kept: int) -> None:
+    """Beside `n`, the share is 6.4 or 25.6 of 32 slots."""
+    slots: DecodeSlots[int] = DecodeSlots(32, 1, 8)
+    slots.set_weight("p", weight)
+    for stream in range(8):
+        slots.wait("p", 0.0)
+        slots.begin("p", stream, 0.0)
+    for stream in range(8):
+        slots.end("p", stream, 0.1)
+    for _ in range(60):
+        slots.wait("n", 1.0)
+    assert fill(slots, 1.0) == "n" * (32 - num_kept)
+
+
+@pytest.mark.parametrize(("now_s", "num_kept"), [(0.25, 1), (0.5, 3)])
+def test_claims_are_counted_every_half_second(now_s: float, num_kept: int) -> None:
+    slots: DecodeSlots[int] = DecodeSlots(32, 1, 8)
+    assert slots.next_tenant(0.0) is None
+    for _ in range(3):
+        slots.wait("p", 0.25)
+    for _ in range(3):
+        slots.leave("p")
+    for _ in range(60):
+        slots.wait("n", now_s)
+    assert fill(slots, now_s) == "n" * (32 - num_kept)
+
+
+def test_a_tenant_that_has_its_share_gets_nothing_of_the_reserve() -> None:
+    slots = slots_with("aaaaabbbaaa", num_reserved=2)
+    for stream, tenant in enumerate("aaaaabbb"):
+        slots.begin(tenant, stream, 0.0)
+    assert slots.next_tenant(0.0) is None
+    slots.wait("b", 0.0)
+    assert slots.next_tenant(0.0) == "b"
+
+
+def test_tenants_that_were_not_seen_lately_have_no_share_whoever_was_seen_before_them() -> None:
+    slots = slots_with("n" * 9, num_reserved=2)
+    for stream in range(8):
+        slots.begin("n", stream, 0.0)
+    slots.wait("p", 1.0)
+    slots.leave("p")
+    assert slots.next_tenant(30.9) is None
+    slots = slots_with("n" * 9, num_reserved=2)
+    for stream in range(8):
+        slots.begin("n", stream, 0.0)
+    slots.wait("p", 1.0)
+    slots.leave("p")
+    assert slots.next_tenant(31.0) == "n"
+
+
 def test_a_reserve_that_is_not_used_goes_within_ten_seconds() -> None:
     slots = slots_after(6, 4.0)
     assert fill(slots, 4.0) == "n" * 26
@@ -153,6 +237,23 @@ def test_the_victim_is_found_beyond_a_tenant_whose_streams_may_not_end() -> None
     assert slots.victim(0.0, lambda stream: stream in of_b) is None
 
 
+def test_the_victim_is_of_the_tenant_furthest_above_its_share() -> None:
+    slots = slots_with("a" * 13 + "b" * 11, num_slots=24)
+    for stream, tenant in enumerate("b" * 11 + "a" * 13):
+        slots.begin(tenant, stream, 0.0)
+    slots.wait("c", 0.0)
+    assert slots.victim(0.0) == ("a", 11)
+
+
+def test_a_tenant_that_has_its_share_preempts_nobody() -> None:
+    slots = slots_with("a" * 5 + "b" * 8 + "c", num_slots=12)
+    for stream, tenant in enumerate("aaaabbbbbbbb"):
+        slots.begin(tenant, stream, 0.0)
+    slots.leave("c")
+    assert not slots.is_short(0.0)
+    assert slots.victim(0.0) is None
+
+
 def test_a_tenant_less_than_two_streams_above_its_share_loses_none() -> None:
     slots = slots_with("a" * 6 + "b" * 4)
     fill(slots)
@@ -170,9 +271,38 @@ def test_waiting_requests_leave() -> None:
 def test_weights_of_deleted_tenants_go() -> None:
     slots = slots_with("ab" * 10)
     slots.set_weight("a", 9.0)
-    slots.forget("a")
+    for _ in range(2):
+        slots.forget("a")
     fill(slots)
     assert slots._weights == {}
+
+
+def test_a_weight_may_be_set_before_its_tenant_comes() -> None:
+    slots: DecodeSlots[int] = DecodeSlots(10, 0)
+    slots.set_weight("a", 4.0)
+    for tenant in "ab" * 10:
+        slots.wait(tenant, 0.0)
+    order = fill(slots)
+    assert (order.count("a"), order.count("b")) == (8, 2)
+
+
+def test_a_stream_has_one_slot() -> None:
+    slots = slots_with("aa")
+    slots.begin("a", 7, 0.0)
+    with pytest.raises(ValueError, match="a stream of tenant a has a slot already"):
+        slots.begin("a", 7, 0.0)
+    with pytest.raises(KeyError, match="8"):
+        slots.end("a", 8, 0.0)
+    slots.check()
+
+
+@pytest.mark.parametrize("name", ["_filled", "_seen_weight"])
+def test_check_finds_a_sum_that_is_wrong(name: str) -> None:
+    slots = slots_with("ab")
+    slots.check()
+    setattr(slots, name, getattr(slots, name) + 0.5)
+    with pytest.raises(AssertionError):
+        slots.check()
 
 
 @pytest.mark.parametrize(
@@ -183,9 +313,10 @@ def test_an_unusable_reserve_is_refused(num_slots: int, num_reserved: int, max_r
         DecodeSlots(num_slots, num_reserved, max_reserved)
 
 
-def test_an_unusable_weight_is_refused() -> None:
-    with pytest.raises(ValueError, match="weight -1"):
-        slots_with("a").set_weight("a", -1.0)
+@pytest.mark.parametrize("weight", [-1.0, 0.0, float("inf"), float("nan")])
+def test_an_unusable_weight_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match=f"tenant a has weight {weight}"):
+        slots_with("a").set_weight("a", weight)
 
 
 TENANTS = st.sampled_from("abc")
