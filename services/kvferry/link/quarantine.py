@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from kvferry.wire.v1 import worker_pb2 as pb
 
@@ -47,7 +47,7 @@ class Quarantine:
         """Return all entries, or None without any."""
         if self.is_empty(now_s):
             return None
-        return to_wire(self._digest_to_end_s, now_s, self._digest_to_end_s.values())
+        return to_wire(self._digest_to_end_s, now_s)
 
     def add_from_wire(self, message: pb.Quarantined, now_s: float) -> pb.Quarantined | None:
         """Add entries. Return those that were not known, or None. Digests of another length are passed over."""
@@ -56,13 +56,13 @@ class Quarantine:
             if len(request.digest) == DIGEST_BYTES and not self.contains(request.digest, now_s):
                 self.add(request.digest, now_s, request.left_ms / 1000.0)
                 new[request.digest] = self._digest_to_end_s[request.digest]
-        return to_wire(new, now_s, new.values()) if new else None
+        return to_wire(new, now_s) if new else None
 
 
-def to_wire(digests: Iterable[bytes], now_s: float, ends_s: Iterable[float]) -> pb.Quarantined:
+def to_wire(digest_to_end_s: Mapping[bytes, float], now_s: float) -> pb.Quarantined:
     return pb.Quarantined(
         requests=[
             pb.QuarantinedRequest(digest=digest, left_ms=max(1, int((end_s - now_s) * 1000.0)))
-            for digest, end_s in zip(digests, ends_s, strict=True)
+            for digest, end_s in digest_to_end_s.items()
         ]
     )

@@ -161,7 +161,7 @@ class Dispatcher:
             return  # a copy of this request was first
         router.metrics.quarantined.labels(when="first").inc()
         router.quarantine.add(digest, now_s)
-        router.workers.quarantine(to_wire([digest], now_s, [now_s + QUARANTINE_S]))
+        router.workers.quarantine(to_wire({digest: now_s + QUARANTINE_S}, now_s))
 
     def _learn_quarantined(self, message: pb.Quarantined) -> None:
         new = self._router.quarantine.add_from_wire(message, self._router.clock())

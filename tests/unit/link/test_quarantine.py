@@ -42,15 +42,18 @@ def test_entries_pass_from_one_to_another_with_the_time_that_is_left() -> None:
     assert message is not None
     new = other.add_from_wire(message, 5000.0)
     assert new is not None
-    assert [entry.digest for entry in new.requests] == [digest(1)]
-    assert other.contains(digest(1), 5000.0 + QUARANTINE_S - 101)
-    assert not other.contains(digest(1), 5000.0 + QUARANTINE_S - 99)
+    assert [(entry.digest, entry.left_ms) for entry in new.requests] == [(digest(1), 200_000)]
+    assert other.contains(digest(1), 5000.0 + QUARANTINE_S - 100.1)
+    assert not other.contains(digest(1), 5000.0 + QUARANTINE_S - 100)
+    last = one.to_wire(QUARANTINE_S - 0.0005)
+    assert last is not None
+    assert [entry.left_ms for entry in last.requests] == [1], "less than a millisecond is some time, too"
     assert other.add_from_wire(message, 5001.0) is None, "known: it is not passed on again"
 
 
 def test_a_peer_can_neither_add_more_nor_longer_than_the_limits() -> None:
     quarantine = Quarantine()
-    message = to_wire([digest(i) for i in range(MAX_QUARANTINED + 5)], 0.0, [1e6] * (MAX_QUARANTINED + 5))
+    message = to_wire({digest(i): 1e6 for i in range(MAX_QUARANTINED + 5)}, 0.0)
     message.requests.insert(0, pb.QuarantinedRequest(digest=b"short", left_ms=1000))
     quarantine.add_from_wire(message, 0.0)
     assert len(quarantine) == MAX_QUARANTINED - 1
