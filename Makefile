@@ -20,7 +20,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast test-models chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier bench-plan gpu-check fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto metrics-doc config-doc plan-docs image test-image release-check build ci
+.PHONY: help setup up down status test test-fast test-models mutants chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier bench-plan gpu-check fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto metrics-doc config-doc plan-docs image test-image release-check build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ bench-routing: $(STAMP) ## Prefix routing beside round robin; ARGS="--trace FILE
 
 test-models: $(STAMP) ## Run all tests with engines, with every kind of attention, adapters, drafts and load formats (an hour)
 	@KVFERRY_ALL_MODELS=1 $(BIN)/pytest tests/model tests/cluster/test_real_*.py $(ARGS)
+
+mutants: $(STAMP) ## Change one thing at a time in what decides access and proves pages; some test must fail (minutes); the last line is JSON
+	@$(BIN)/python tools/mutants.py $(ARGS)
 
 chaos: $(STAMP) ## Kill workers, gateways and etcd under load and show what clients saw; ARGS="--kills 5"
 	@$(BIN)/python -m bench.chaos $(ARGS)

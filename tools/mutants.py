@@ -38,6 +38,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "gateway/tenant_directory.py": ("tests/unit/gateway/test_tenant_directory.py",),
     "keeper/chunk_lender.py": ("tests/unit/keeper/test_chunk_lender.py",),
     "link/flow_control.py": ("tests/unit/link/test_flow_control.py",),
+    "link/quarantine.py": ("tests/unit/link/test_quarantine.py",),
     "router/ledger.py": ("tests/unit/router/test_ledger.py",),
     "store/keyring.py": ("tests/unit/store/test_keyring.py",),
     "store/quarantine.py": ("tests/unit/store/test_quarantine.py",),
@@ -68,6 +69,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "self._withholds_others = None  # once there were more of them: any tenant without a record may be one": (
             "only its truth counts"
         ),
+    },
+    "link/quarantine.py Quarantine.add": {
+        "self._digest_to_end_s.popitem(last=None)": "only its truth counts",
     },
     "router/ledger.py WorkerAccount.__init__": {
         "self.head_since_s = None  # when the first of `prefills` began": "read only after the first one set it",
@@ -148,8 +152,13 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", default=list(MODULES), help="of services/kvferry")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
+    if unknown := set(arguments.modules) - MODULES.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(MODULES)}")
     counts: Counter[str] = Counter(mutants=0, killed=0, equivalent=0, survived=0)
-    num_stale = 0
+    strangers = [name for name in EQUIVALENT if name.partition(" ")[0] not in MODULES]
+    num_stale = len(strangers)
+    for name in strangers:
+        print(f"stale: {name} is of no module that is tried")
     for module in arguments.modules:
         outcomes, survivors = _try_mutants(module, arguments.jobs)
         known = {

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class SealCounts:
-    """Thread-safe. `path` is the volume's. Nothing is sealed before `load`, and while a file of counts cannot be read."""
+    """Thread-safe. `path` is the volume's. Nothing is sealed before `load`, nor while counts cannot be read."""
 
     def __init__(self, path: Path, writer: str) -> None:
         self._file = path / paths.KEYS / f"{writer}.json"
