@@ -104,6 +104,7 @@ class EtcdServer:
         """Connections stay open, nothing is answered."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)  # its threads run on for a moment
 
     def go_on(self) -> None:
         """After `hang`."""

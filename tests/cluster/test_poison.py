@@ -17,11 +17,14 @@ from kvferry.engine.hang_detector import HangDetector
 from kvferry.engine.sim import Faults, SimEngine
 from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.gateway.lifecycle import build_renderer
+from kvferry.link.gateway_session import GatewaySession
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
+from kvferry.router import worker_pool
 from kvferry.router.engine_losses import MAX_BLAMELESS_LOSSES
 from kvferry.worker import lifecycle
 from kvferry.worker.lifecycle import WorkerHost
+from kvferry.worker.quarantine_relay import QuarantineRelay
 from support.waiting import PATIENCE_S, SOON_S, until, wait_until
 
 from .conftest import MODEL, SimCluster, running
@@ -215,6 +218,79 @@ async def test_every_gateway_refuses_what_one_has_in_quarantine(poisoned: object
                 again = await ask(http, f"{POISON} one two", seed=7)
                 assert again.json()["error"]["code"] == "request_quarantined"
         assert num_dead(cluster) == 2
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+async def test_a_client_hears_of_the_quarantine_when_the_other_gateways_know_or_say_nothing(
+    poisoned: object, monkeypatch: pytest.MonkeyPatch, is_said: bool
+) -> None:
+    held: list[Callable[[], None]] = []
+    note_known = QuarantineRelay.note_known
+
+    def hold(relay: QuarantineRelay, number: int, session: GatewaySession) -> None:
+        held.append(lambda: note_known(relay, number, session))
+
+    monkeypatch.setattr(QuarantineRelay, "note_known", hold)
+    monkeypatch.setattr(worker_pool, "QUARANTINE_TIMEOUT_S", PATIENCE_S if is_said else 0.05)
+    async with running(1, 4, sim=SIM) as cluster:
+        first, second = cluster.gateway, await cluster.add_gateway()
+        await cluster.ready()
+        cluster.gateway = first
+        async with client_of(cluster) as http:
+            asking = [asyncio.create_task(ask(http, f"{POISON} one two"))]
+            await until(lambda: len(held) == len(cluster.workers), what="workers asked the second gateway")
+            cluster.gateway = second
+            assert not cluster.dispatcher._router.quarantine.is_empty(0.0)
+            # A repeat is held up as well.
+            asking.append(asyncio.create_task(ask(http, f"{POISON} one two")))
+            if is_said:
+                for say in held[1:]:
+                    say()
+                _, pending = await asyncio.wait(asking, timeout=0.1)
+                assert len(pending) == 2
+                held[0]()
+            codes = [(await each).json()["error"]["code"] for each in asking]
+        assert codes == ["request_quarantined"] * 2
+        assert num_dead(cluster) == 2
+
+
+async def test_a_suspect_is_tried_after_the_first_outputs_of_other_gateways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it is refused for an engine that a request of another gateway ends."""
+    generate = SimEngine.generate
+    may_answer = asyncio.Event()
+    slow: list[SimEngine] = []
+    tried: list[SimEngine] = []
+
+    async def generate_slowly(engine: SimEngine, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        is_slow = len(request.prompt_token_ids) < 20
+        (slow if is_slow else tried).append(engine)
+        if is_slow:
+            await may_answer.wait()
+        async for output in generate(engine, request):
+            yield output
+
+    monkeypatch.setattr(SimEngine, "generate", generate_slowly)
+    async with running(0, 2, sim=SIM) as cluster:
+        first = cluster.gateway
+        await cluster.add_gateway()
+        await cluster.ready()
+        async with client_of(cluster) as http:
+            others = [asyncio.create_task(ask(http, f"{i} two", max_tokens=1)) for i in range(4)]
+            await until(lambda: len(slow) == 4 and len(set(slow)) == 2, what="both engines have some")
+            cluster.gateway = first
+            async with client_of(cluster) as http_of_first:
+                suspect = asyncio.create_task(ask(http_of_first, prompts(1)[0], max_tokens=1))
+                await until(lambda: bool(tried))
+                tried[0].kill()
+                (left,) = (host for host, engine in cluster.workers if engine is not tried[0])
+                await until(lambda: left.server.is_full, what="the suspect waits there")
+                assert len(tried) == 1
+                may_answer.set()
+                assert (await suspect).status_code == 200
+            assert len(tried) == 2
+            assert [(await each).status_code for each in others] == [200] * 4
 
 
 async def test_a_stream_of_another_gateway_outlives_both_engines_that_it_ends(poisoned: object) -> None:

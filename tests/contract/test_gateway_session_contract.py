@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
 from collections.abc import AsyncIterator
@@ -12,7 +13,7 @@ import pytest_asyncio
 from msgspec import structs
 
 from kvferry import __version__
-from kvferry.engine.base import EngineOutput, FinishReason, Turn
+from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, Turn
 from kvferry.engine.sim import Faults, SimEngine
 from kvferry.errors import EngineDead
 from kvferry.link import codec, gateway_session, outgoing_queue
@@ -20,7 +21,7 @@ from kvferry.link.flow_control import MAX_UNREAD_MESSAGES
 from kvferry.link.outgoing_queue import MAX_STEP_BYTES
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
-from kvferry.worker.turns import Turns
+from kvferry.worker.turns import OnEngine, Turns
 from support.link_peers import (
     TRANSPORTS,
     Firehose,
@@ -512,7 +513,7 @@ async def test_a_dead_engine_fails_every_request_after_what_it_gave(
     engine.faults = Faults(stalled=True)
     for number in (1, 2):
         await gateway.submit(number, request(f"r{number}"))
-    await until(lambda: worker.num_requests == 2)
+    await until(lambda: engine.stats().num_running + engine.stats().num_waiting == 2)
     worker.engine_died("the engine is hung")
     await gateway.read_ends(1, 2)
     assert all(isinstance(end, EngineDead) and "hung" in end.message for end in gateway.ended.values())
@@ -540,6 +541,31 @@ async def test_a_dead_engine_is_blamed_on_requests_of_any_gateway_that_never_had
     # Where none is starting, each gateway decides for its own requests.
     assert [isinstance(end, EngineDead) and end.is_blameless for end in ends] == [not is_resumed, False]
     await other.leave()
+
+
+async def test_a_request_that_waits_for_its_turn_has_no_part_in_a_death(
+    worker: WorkerServer, gateway: Gateway, engine: SimEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn, waiting = worker.turn, asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def turn_of_some(asked: EngineRequest) -> AsyncIterator[OnEngine]:
+        if asked.request_id == "waits":
+            waiting.set()
+            await asyncio.Event().wait()
+        async with turn(asked) as on_engine:
+            yield on_engine
+
+    monkeypatch.setattr(worker, "turn", turn_of_some)
+    engine.faults = Faults(stalled=True)
+    await gateway.submit(1, request("no output here"))
+    await gateway.submit(2, request("waits"))
+    await waiting.wait()
+    await until(lambda: engine.stats().num_running + engine.stats().num_waiting == 1)
+    worker.engine_died("the engine is hung")
+    await gateway.read_ends(1, 2)
+    assert isinstance(gateway.ended[1], EngineDead)
+    assert gateway.ended[2].code == "worker_draining"
 
 
 async def test_a_request_that_ended_without_an_output_is_not_blamed_for_a_later_death(

@@ -184,6 +184,7 @@ async def test_a_keeper_that_is_stopped_hides_its_chunks_and_owns_its_rows(
             await a.store(CHUNKS)
             await a.sees(CHUNKS)
             os.kill(keeper.pid, signal.SIGSTOP)
+            await asyncio.to_thread(os.waitid, os.P_PID, keeper.pid, os.WSTOPPED)  # its threads run on for a moment
             job = a.submit_load(CHUNKS)
             await a.misses(CHUNKS)
             assert not a.client.connected

@@ -146,6 +146,7 @@ async def test_a_lender_that_is_stopped_delays_and_wrongs_nobody(tmp_path: Path,
         ):
             await until(lambda: bool(a._others.locate(b.volume_id)))
             os.kill(b.member.pid, signal.SIGSTOP)
+            await asyncio.to_thread(os.waitid, os.P_PID, b.member.pid, os.WSTOPPED)  # its threads run on for a moment
             done = await reader.load(CHUNKS, volumes=on(b.volume_id))
             assert set(done.failed.values()) == {Cause.UNAVAILABLE}
             assert done.seconds < 20

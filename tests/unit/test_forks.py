@@ -390,7 +390,7 @@ def test_forks_are_limited_while_the_other_end_reads_nothing(tmp_path: Path) -> 
     begun = tmp_path / "begun"
     ours, theirs = socket.socketpair()
     with ours, theirs, ours.makefile("rb") as answers:
-        server = threading.Thread(target=ForkServer(theirs, _be_large_or_wait, limits(wall_s=1.0)).run)
+        server = threading.Thread(target=ForkServer(theirs, _be_large_or_wait, limits(wall_s=10.0)).run)
         server.start()
         ours.sendall(frame(Asked(1, b"large")) + frame(Asked(2, str(begun).encode())))
         wait_until(begun.exists)

@@ -128,7 +128,7 @@ class SessionHost(Protocol):
         """Note what other workers did for tenants that wait here."""
         ...
 
-    def quarantine(self, message: pb.Quarantined, source: GatewaySession) -> None:
+    def quarantine(self, message: pb.Downward, source: GatewaySession) -> None:
         """Remember requests, and pass them on to the other gateways."""
         ...
 
@@ -225,8 +225,8 @@ class GatewaySession:
                     self.on_snapshot_wanted(self)
             case "elsewhere":
                 self._worker.elsewhere(message.elsewhere, self)
-            case "quarantined":
-                self._worker.quarantine(message.quarantined, self)
+            case "quarantined" | "quarantine_known":
+                self._worker.quarantine(message, self)
             case None:
                 pass  # of a newer release
             case kind:
@@ -325,19 +325,18 @@ class GatewaySession:
             request = structs.replace(request, trace=instrumented.span.context)
         output: EngineOutput | None = None
         num_generated = 0
-        first_outputs = self._worker.first_outputs
         self._tenants.begin(request)
         try:
             # The gateway ends the request at this time too; it may be gone, or not hear of it.
             async with asyncio.timeout_at(self._deadline(request)), self._worker.turn(request) as on_engine:
                 if not request.is_resumed:
-                    await first_outputs.begin((self, number), is_suspect=request.is_suspect)
+                    await self._worker.first_outputs.begin((self, number), is_suspect=request.is_suspect)
                 self._on_engine.add(number)
                 async with contextlib.aclosing(  # type: ignore[type-var]
                     self._worker.engine.generate(images.of_engine(request, on_engine.due_ms))
                 ) as outputs:
                     async for output in outputs:
-                        first_outputs.end((self, number))
+                        self._worker.first_outputs.end((self, number))
                         images.leave()
                         if on_engine.is_computing:
                             on_engine.note(output)
@@ -367,7 +366,7 @@ class GatewaySession:
         finally:
             self.tasks.pop(number, None)
             self._on_engine.discard(number)
-            first_outputs.end((self, number))
+            self._worker.first_outputs.end((self, number))
             self._failed_numbers.discard(number)
             if request.is_suspect:
                 self._worker.end_trial((self, number))
@@ -417,13 +416,12 @@ class GatewaySession:
             return
         numbers = self.tasks.keys() - self._failed_numbers
         first_outputs = self._worker.first_outputs
-        if suspects := {number for number in numbers if (self, number) in first_outputs}:
-            self._fail(suspects, EngineDead(reason))
-        if streams := numbers & self._on_engine - suspects:
-            self._fail(streams, EngineDead(reason, is_blameless=bool(first_outputs)))
-        if waiting := numbers - self._on_engine - suspects:
-            # They had no part in it, and are not to be counted among those that had.
-            self._fail(waiting, WorkerDraining(f"a worker leaves: {reason}"))
+        suspects = {number for number in numbers if (self, number) in first_outputs}
+        streams = (numbers & self._on_engine) - suspects
+        self._fail(suspects, EngineDead(reason))
+        self._fail(streams, EngineDead(reason, is_blameless=bool(first_outputs)))
+        # Those that wait had no part in it, and are not to be counted among those that had.
+        self._fail(numbers - suspects - streams, WorkerDraining(f"a worker leaves: {reason}"))
         self._schedule_flush()
 
     def _fail(self, numbers: set[int], error: KvferryError) -> None:
@@ -452,10 +450,10 @@ class GatewaySession:
         self._stats_now = True
         self._schedule_flush()
 
-    def send_quarantined(self, message: pb.Quarantined) -> None:
+    def send_quarantine(self, message: pb.Upward) -> None:
         """Does nothing for a gateway that does not know the message."""
         if not self._ended and QUARANTINE in self.features:
-            self._outgoing.add_quarantined(message)
+            self._outgoing.add(message)
             self._limit_pending()
 
     def _schedule_flush(self) -> None:

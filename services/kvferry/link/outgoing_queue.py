@@ -88,8 +88,8 @@ class OutgoingQueue:
         step.message.step.reserved.append(number)
         self._grow(step, _NUMBER_BYTES)
 
-    def add_quarantined(self, message: pb.Quarantined) -> None:
-        self._pending.append(_Pending(pb.Upward(quarantined=message), message.ByteSize()))
+    def add(self, message: pb.Upward) -> None:
+        self._pending.append(_Pending(message, message.ByteSize()))
         self.pending_bytes += self._pending[-1].size_bytes
 
     def add_stats(self, stats: pb.Load) -> None:

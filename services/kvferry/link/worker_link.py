@@ -17,7 +17,14 @@ from kvferry.link.connection import Connection, dial
 from kvferry.link.flow_control import ACK_EVERY_S, QUIET_S, SILENCE_LIMIT_S, AckCounter
 from kvferry.link.frames import MAX_FRAME_BYTES
 from kvferry.link.gateway_identity import GatewayIdentity
-from kvferry.link.protocol import QUARANTINE, RESERVE, adapters_of, identity_of, why_incompatible, why_refused
+from kvferry.link.protocol import (
+    RESERVE,
+    adapters_of,
+    identity_of,
+    why_incompatible,
+    why_refused,
+)
+from kvferry.link.quarantine_exchange import QuarantineExchange
 from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
 from kvferry.link.worker_tenants import WorkerTenants, elsewhere
 from kvferry.membership.base import Member
@@ -73,7 +80,7 @@ class WorkerLink:
         self.why_incompatible = ""  # empty unless worker and gateway must not work together
         self.features = self.adapters = frozenset[str]()  # of the worker
         self.on_residency: Callable[[pb.Residency], None] | None = None
-        self.on_quarantined: Callable[[pb.Quarantined], None] | None = None
+        self.quarantine = QuarantineExchange(self._send, lambda: self.features if self.connected else frozenset())
         self.on_room: Callable[[], None] | None = None
         self.on_survived: Callable[[], None] | None = None
         self.on_vanished: Callable[[], None] | None = None
@@ -177,11 +184,6 @@ class WorkerLink:
     def release_place(self, place: Place) -> None:
         if self.connected and place.generation == self.generation and RESERVE in self.features:
             self._send(pb.Downward(cancel=pb.Cancel(number=place.number)))
-
-    def quarantine(self, message: pb.Quarantined) -> None:
-        """Tell the worker, which tells its other gateways. Does nothing while the link is down."""
-        if self.connected and QUARANTINE in self.features:
-            self._send(pb.Downward(quarantined=message))
 
     def release(self, transfer_params: TransferParams) -> None:
         """Release kept pages that no decode engine was given.
@@ -320,9 +322,8 @@ class WorkerLink:
                     self.features = peer.features
                     self.adapters = adapters_of(message.welcome)
                     self._connected(message.welcome)
-                case "quarantined":
-                    if self.on_quarantined is not None:
-                        self.on_quarantined(message.quarantined)
+                case "quarantined" | "quarantine_known":
+                    self.quarantine.receive(message)
                 case None:
                     pass  # of a newer release
                 case kind:
@@ -371,6 +372,7 @@ class WorkerLink:
         for answer in self._reserving.values():
             if not answer.done():
                 answer.set_exception(WorkerLost(f"a worker was lost: {reason}"))
+        self.quarantine.disconnected()
         self._number_to_on_orphan.clear()
         for remote in requests.values():
             remote.deliver(WorkerLost(f"a worker was lost: {reason}", has_vanished=has_vanished))

@@ -104,6 +104,7 @@ class Dispatcher:
         workers.on_quarantined = self._learn_quarantined
         workers.read_quarantined = lambda: self._router.quarantine.to_wire(clock())
         self.request_timeout_s = config.request_timeout_s
+        self._telling: dict[bytes, asyncio.Task[None]] = {}  # the other gateways, of requests in quarantine
         self._recent: deque[RequestRecord] = deque(maxlen=NUM_RECENT)
 
     @property
@@ -150,9 +151,11 @@ class Dispatcher:
             await run.run()
         except KvferryError as error:
             record.error_code = error.code or ""
-            if isinstance(error, Quarantined) and record.lost_workers:
-                self._put_in_quarantine(request)
-                log.error("request %s of tenant %s: %s", request.request_id, record.tenant, error.message)
+            if isinstance(error, Quarantined):
+                if record.lost_workers:
+                    self._put_in_quarantine(request)
+                    log.error("request %s of tenant %s: %s", request.request_id, record.tenant, error.message)
+                await self._until_told(request)
             raise
 
     def _put_in_quarantine(self, request: EngineRequest) -> None:
@@ -161,7 +164,14 @@ class Dispatcher:
             return  # a copy of this request was first
         router.metrics.quarantined.labels(when="first").inc()
         router.quarantine.add(digest, now_s)
-        router.workers.quarantine(to_wire({digest: now_s + QUARANTINE_S}, now_s))
+        told = router.workers.quarantine(to_wire({digest: now_s + QUARANTINE_S}, now_s))
+        self._telling[digest] = task = asyncio.create_task(told)
+        task.add_done_callback(lambda _: self._telling.pop(digest, None))
+
+    async def _until_told(self, request: EngineRequest) -> None:
+        # A client that has the answer may ask another gateway at once, which would lose a further engine.
+        if self._telling and (task := self._telling.get(digest_of(request))) is not None:
+            await asyncio.shield(task)
 
     def _learn_quarantined(self, message: pb.Quarantined) -> None:
         new = self._router.quarantine.add_from_wire(message, self._router.clock())

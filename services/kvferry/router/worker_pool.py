@@ -7,6 +7,7 @@ is kept while its link lives.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +20,10 @@ from kvferry.membership.follower import MemberFollower
 from kvferry.router.placement import Candidate, unpaired
 from kvferry.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+QUARANTINE_TIMEOUT_S = 2.0  # of the answer to a request that ends engines, until all gateways know
 
 
 class WorkerPool:
@@ -110,10 +115,14 @@ class WorkerPool:
             members = {kind: [link.member for link in self.usable(kind, pool)] for kind in WORKER_KINDS}
             yield from unpaired(members[MemberKind.PREFILL], members[MemberKind.DECODE])
 
-    def quarantine(self, message: pb.Quarantined) -> None:
-        """Tell all workers, which tell the other gateways."""
-        for link in self._links.values():
-            link.quarantine(message)
+    async def quarantine(self, message: pb.Quarantined) -> None:
+        """Tell all workers, and wait until the gateways that they know of refuse the requests, or do not say so."""
+        telling = [link.quarantine.tell_and_wait(message) for link in self._links.values()]
+        try:
+            async with asyncio.timeout(QUARANTINE_TIMEOUT_S):
+                await asyncio.gather(*telling)
+        except TimeoutError:
+            log.warning("not every gateway has said within %g s that it refuses a request", QUARANTINE_TIMEOUT_S)
 
     def link(self, member_id: MemberId) -> WorkerLink | None:
         link = self._links.get(member_id)
@@ -171,7 +180,7 @@ class WorkerPool:
         link.on_room = lambda: self.on_room(member.pool)
         link.on_survived = lambda: self.on_survived(member.member_id)
         link.on_vanished = lambda: self.on_vanished(member.member_id)
-        link.on_quarantined = lambda message: self.on_quarantined(message)
+        link.quarantine.on_learned = lambda message: self.on_quarantined(message)
         self._links[member.member_id] = link
 
     def _left(self, member_id: MemberId) -> None:
@@ -188,7 +197,7 @@ class WorkerPool:
                 self._up[member_id] = link.generation
                 self._on_up(link)
                 if known := self.read_quarantined():
-                    link.quarantine(known)
+                    link.quarantine.tell(known)
             elif not link.connected and self._up.pop(member_id, None) is not None:
                 self._on_down(member_id)
         for waiter in self._waiters:

@@ -21,11 +21,11 @@ from kvferry.link.gateway_session import GatewaySession, SessionTransport
 from kvferry.link.grpc_server import GrpcServer
 from kvferry.link.image_room import ImageRoom
 from kvferry.link.protocol import POOLS, Identity, identity_of, why_incompatible
-from kvferry.link.quarantine import Quarantine
 from kvferry.link.tenant_meter import TenantMeter
 from kvferry.membership.base import MemberKind
 from kvferry.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
+from kvferry.worker.quarantine_relay import QuarantineRelay
 from kvferry.worker.request_instrumentation import RequestInstrumentation
 from kvferry.worker.turns import OnEngine, TenantTimes, Turns
 
@@ -92,7 +92,7 @@ class WorkerServer:
         self._end_times_s: deque[float] = deque(maxlen=_NUM_ENDS)
         self._num_requests_before = 0
         self._on_trial: object = None  # the one suspect that may be on this worker
-        self._quarantine = Quarantine()
+        self._quarantine = QuarantineRelay()
         self._refused_gateways: dict[str, None] = {}  # of another cluster, model or protocol; oldest first
         self.draining = False
         self.instrumentation = RequestInstrumentation(role)
@@ -189,8 +189,7 @@ class WorkerServer:
     def attach(self, transport: SessionTransport, hello: pb.Hello) -> GatewaySession:
         session = GatewaySession(self, transport, hello, self._want_snapshot)
         self._sessions.add(session)
-        if known := self._quarantine.to_wire(asyncio.get_running_loop().time()):
-            session.send_quarantined(known)
+        self._quarantine.attach(session, asyncio.get_running_loop().time())
         return session
 
     def detach(self, session: GatewaySession) -> asyncio.Task[None]:
@@ -204,6 +203,7 @@ class WorkerServer:
                 self.requests_changed()
 
         session.end()
+        self._quarantine.detach(session)
         return self._ending.spawn(end())
 
     def welcome(self, hello: pb.Hello | None = None) -> pb.Welcome:
@@ -344,11 +344,8 @@ class WorkerServer:
             self._on_trial = None
             self._tell_room()
 
-    def quarantine(self, message: pb.Quarantined, source: GatewaySession) -> None:
-        if new := self._quarantine.add_from_wire(message, asyncio.get_running_loop().time()):
-            for session in self._sessions:
-                if session is not source:
-                    session.send_quarantined(new)
+    def quarantine(self, message: pb.Downward, source: GatewaySession) -> None:
+        self._quarantine.receive(message, source, asyncio.get_running_loop().time())
 
     def note_output(self) -> None:
         self._num_outputs += 1

@@ -21,7 +21,7 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
 class Downward(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "ack", "release", "want_snapshot", "reserve", "quarantined", "elsewhere")
+    __slots__ = ("hello", "submit", "cancel", "ack", "release", "want_snapshot", "reserve", "quarantined", "elsewhere", "quarantine_known")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class Downward(_message.Message):
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_KNOWN_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     submit: Submit
     cancel: Cancel
@@ -40,19 +41,22 @@ class Downward(_message.Message):
     reserve: Reserve
     quarantined: Quarantined
     elsewhere: Elsewhere
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., want_snapshot: _Optional[_Union[WantSnapshot, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., quarantined: _Optional[_Union[Quarantined, _Mapping]] = ..., elsewhere: _Optional[_Union[Elsewhere, _Mapping]] = ...) -> None: ...
+    quarantine_known: QuarantineKnown
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., want_snapshot: _Optional[_Union[WantSnapshot, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., quarantined: _Optional[_Union[Quarantined, _Mapping]] = ..., elsewhere: _Optional[_Union[Elsewhere, _Mapping]] = ..., quarantine_known: _Optional[_Union[QuarantineKnown, _Mapping]] = ...) -> None: ...
 
 class Upward(_message.Message):
-    __slots__ = ("welcome", "step", "residency", "quarantined")
+    __slots__ = ("welcome", "step", "residency", "quarantined", "quarantine_known")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RESIDENCY_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_KNOWN_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     step: Step
     residency: Residency
     quarantined: Quarantined
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., quarantined: _Optional[_Union[Quarantined, _Mapping]] = ...) -> None: ...
+    quarantine_known: QuarantineKnown
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., quarantined: _Optional[_Union[Quarantined, _Mapping]] = ..., quarantine_known: _Optional[_Union[QuarantineKnown, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("gateway_id", "version", "protocol", "cluster", "model")
@@ -207,10 +211,18 @@ class Reserve(_message.Message):
     def __init__(self, number: _Optional[int] = ..., resumed: _Optional[bool] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., pool: _Optional[str] = ...) -> None: ...
 
 class Quarantined(_message.Message):
-    __slots__ = ("requests",)
+    __slots__ = ("requests", "number")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[QuarantinedRequest]
-    def __init__(self, requests: _Optional[_Iterable[_Union[QuarantinedRequest, _Mapping]]] = ...) -> None: ...
+    number: int
+    def __init__(self, requests: _Optional[_Iterable[_Union[QuarantinedRequest, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
+
+class QuarantineKnown(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class QuarantinedRequest(_message.Message):
     __slots__ = ("digest", "left_ms")
