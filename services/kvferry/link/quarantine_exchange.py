@@ -1,4 +1,4 @@
-"""A gateway's end of what it and one worker tell each other of requests in quarantine."""
+"""A gateway's side of the messages about requests in quarantine, for one worker."""
 
 from __future__ import annotations
 

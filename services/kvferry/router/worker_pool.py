@@ -23,7 +23,7 @@ from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-QUARANTINE_TIMEOUT_S = 2.0  # of the answer to a request that ends engines, until all gateways know
+QUARANTINE_TIMEOUT_S = 2.0  # the client of a request that ends engines waits so long for its 500
 
 
 class WorkerPool:
@@ -116,13 +116,13 @@ class WorkerPool:
             yield from unpaired(members[MemberKind.PREFILL], members[MemberKind.DECODE])
 
     async def quarantine(self, message: pb.Quarantined) -> None:
-        """Tell all workers, and wait until the gateways that they know of refuse the requests, or do not say so."""
+        """Send to all workers, and return when their gateways have confirmed or QUARANTINE_TIMEOUT_S is over."""
         telling = [link.quarantine.tell_and_wait(message) for link in self._links.values()]
         try:
             async with asyncio.timeout(QUARANTINE_TIMEOUT_S):
                 await asyncio.gather(*telling)
         except TimeoutError:
-            log.warning("not every gateway has said within %g s that it refuses a request", QUARANTINE_TIMEOUT_S)
+            log.warning("not every gateway has confirmed a quarantine within %g s", QUARANTINE_TIMEOUT_S)
 
     def link(self, member_id: MemberId) -> WorkerLink | None:
         link = self._links.get(member_id)

@@ -1,4 +1,4 @@
-"""Passes on from one gateway to the others which requests are in quarantine. With passed time."""
+"""Sends what one gateway says of requests in quarantine to the worker's other gateways. Pure, with passed time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvferry.link.protocol import QUARANTINE_KNOWN
 from kvferry.link.quarantine import Quarantine
 from kvferry.wire.v1 import worker_pb2 as pb
 
-MAX_ASKED = 1024  # questions of gateways; the latest are kept, and the others are never answered
+MAX_ASKED = 1024  # messages that wait for confirmations; older ones are never answered
 
 
 class _Asked(NamedTuple):
@@ -21,7 +21,7 @@ class _Asked(NamedTuple):
 
 
 class QuarantineRelay:
-    """Tells every gateway, and the one that asks, once all others know."""
+    """Sends news of one gateway to all others, and answers that gateway when they have confirmed."""
 
     def __init__(self) -> None:
         self._quarantine = Quarantine()
@@ -60,7 +60,7 @@ class QuarantineRelay:
                 for session in others:
                     session.send_quarantine(pb.Upward(quarantined=new))
             return
-        # Also what is known: by this worker, not by all gateways.
+        # Also requests that this worker knows already: its gateways may not have read that yet.
         number = next(self._numbers)
         asking = pb.Upward(quarantined=pb.Quarantined(requests=message.requests, number=number))
         for session in others:
