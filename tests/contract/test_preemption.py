@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
 from bench.live_cluster import MODEL, Cluster, running
 from kvferry import config as configuration
@@ -96,13 +97,23 @@ def num_preempted(cluster: Cluster) -> float:
     return float(line.split()[-1])
 
 
-async def test_preempted_streams_go_on_without_a_difference() -> None:
-    """A tenant whose streams hold all slots gives some to one that comes, and none of its answers is another one."""
+SAMPLED = {"temperature": 1.0, "seed": 3}
+PENALTIES = {"presence_penalty": 0.001, "frequency_penalty": 0.5, "bad_words": ["w7"]}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, SAMPLED, PENALTIES, SAMPLED | PENALTIES], ids=["plain", "seed", "penalties", "both"]
+)
+async def test_preempted_streams_go_on_without_a_difference(more: dict[str, Any]) -> None:
+    """A tenant whose streams hold all slots gives some to one that comes, and none of its answers is another one.
+
+    No parameter keeps a slot.
+    """
     async with running(config(), 1) as cluster:
         noise, gold = await tenants_of(cluster, "noise", "gold")
         set_pace(cluster, SLOW)
         prompts = [f"noise {number} of many" for number in range(4 * NUM_SLOTS)]
-        flood = [asyncio.create_task(noise.ask(prompt, NUM_TOKENS)) for prompt in prompts]
+        flood = [asyncio.create_task(noise.ask(prompt, NUM_TOKENS, **more)) for prompt in prompts]
         await until(lambda: noise.num_begun >= 2 * NUM_SLOTS)
         answers = await asyncio.gather(*(gold.ask(f"gold {number}", 5) for number in range(NUM_SLOTS)))
         assert {num_tokens for _, num_tokens, _ in answers} == {5}
@@ -110,7 +121,7 @@ async def test_preempted_streams_go_on_without_a_difference() -> None:
         assert num_preempted(cluster) >= 1
         set_pace(cluster, Faults())
         preempted = await asyncio.gather(*flood)
-        alone = await asyncio.gather(*(gold.ask(prompt, NUM_TOKENS) for prompt in prompts))
+        alone = await asyncio.gather(*(gold.ask(prompt, NUM_TOKENS, **more) for prompt in prompts))
         assert [answer[:2] for answer in preempted] == [answer[:2] for answer in alone]
         assert {num_tokens for _, num_tokens, _ in alone} == {NUM_TOKENS}
         counts = [await noise.num_preemptions(answer_id) for _, _, answer_id in preempted]
@@ -119,20 +130,3 @@ async def test_preempted_streams_go_on_without_a_difference() -> None:
             await tenant.close()
         for host, _ in cluster.workers:
             await until(lambda host=host: not host.server.num_requests)  # type: ignore[misc]
-
-
-async def test_a_sampled_answer_with_a_seed_is_not_preempted() -> None:
-    async with running(config(), 1) as cluster:
-        noise, gold = await tenants_of(cluster, "noise", "gold")
-        set_pace(cluster, SLOW)
-        flood = [
-            asyncio.create_task(noise.ask(f"noise {number}", NUM_TOKENS, temperature=1, seed=number))
-            for number in range(2 * NUM_SLOTS)
-        ]
-        await until(lambda: noise.num_begun >= 2 * NUM_SLOTS)
-        await gold.ask("gold", 5)
-        assert any(task.done() for task in flood)
-        assert num_preempted(cluster) == 0
-        await asyncio.gather(*flood)
-        for tenant in (noise, gold):
-            await tenant.close()

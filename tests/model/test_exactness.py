@@ -121,16 +121,27 @@ STRUCTURES: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda structure: next(iter(structure)))
-async def test_a_grammar_goes_on_exactly_after_any_token(vllm_pair: VllmPair, structure: dict[str, object]) -> None:
+PENALTIES: dict[str, Any] = {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.1}
+CHANGES: dict[str, dict[str, Any]] = {
+    **{next(iter(each)): {"structured_outputs": json.dumps(each)} for each in STRUCTURES},
+    "penalties": {**PENALTIES, "bad_words": ("the", "and"), "min_tokens": 30},
+    "seed": {"temperature": 1.0, "seed": 7, "top_p": 0.9, "min_tokens": 60},
+    "seed and penalties": {"temperature": 0.8, "seed": -3, "top_k": 50, "min_tokens": 60, **PENALTIES},
+    "seed and grammar": {"temperature": 1.0, "seed": 5, "structured_outputs": json.dumps({"regex": "[a-z ]{40,60}"})},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+async def test_an_answer_goes_on_exactly_after_any_token(vllm_pair: VllmPair, change: dict[str, Any]) -> None:
     prompt = vllm_pair.tokenize("Describe the harbour as data. ")
-    sampling = Sampling(max_tokens=80, temperature=0.0, structured_outputs=json.dumps(structure))
+    sampling = msgspec.structs.replace(Sampling(max_tokens=80, temperature=0.0), **change)
     outputs = [
         output async for output in vllm_pair.decode.generate(EngineRequest(RequestId("whole"), prompt, sampling))
     ]
     whole = [token_id for output in outputs for token_id in output.token_ids]
     text = "".join(output.text for output in outputs)
-    assert outputs[-1].finish_reason is FinishReason.STOP
+    finish_reason = outputs[-1].finish_reason
+    assert finish_reason is FinishReason.STOP or not sampling.structured_outputs
 
     async def go_on(num_given: int, num_chars: int) -> None:
         request = EngineRequest(
@@ -142,7 +153,7 @@ async def test_a_grammar_goes_on_exactly_after_any_token(vllm_pair: VllmPair, st
         rest = [output async for output in vllm_pair.decode.generate(request)]
         assert [token_id for output in rest for token_id in output.token_ids] == whole[num_given:]
         assert text[:num_chars] + "".join(output.text for output in rest) == text
-        assert rest[-1].finish_reason is FinishReason.STOP
+        assert rest[-1].finish_reason is finish_reason
 
     # On a busy machine an output has the tokens of several steps, and only the characters of all are known.
     num_given = itertools.accumulate(len(output.token_ids) for output in outputs[:-1])

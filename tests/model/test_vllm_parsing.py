@@ -144,13 +144,14 @@ class Worker:
         self.params = vllm_params(prompt.sampling)
         self.pieces = texts_of(tokenizer, prompt.token_ids, self.token_ids, self.params)
 
-    def begin(self, continued: Continued | None = None, before: tuple[int, int] = (0, 0)) -> Any:
+    def begin(self, continued: Continued | None = None) -> Any:
         assert self._prompt.parse is not None
-        prompt, parse = list(self._prompt.token_ids), self._prompt.parse
+        prompt = list(self._prompt.token_ids)
         if continued is not None:
             prompt += self.token_ids[: continued.num_tokens]
-        parse = type(parse)(parse.request, *before)
-        request = EngineRequest(RequestId("r"), prompt, self._prompt.sampling, continued=continued, parse=parse)
+        request = EngineRequest(
+            RequestId("r"), prompt, self._prompt.sampling, continued=continued, parse=self._prompt.parse
+        )
         return self._parsers.begin(request, self.params)
 
     def outputs(self, start: int = 0, size: int = 1) -> Iterator[tuple[Sequence[int], str, bool]]:
@@ -280,7 +281,6 @@ def test_reasoning_that_is_not_wanted_is_left_out(
 def test_an_answer_goes_on_in_another_worker_after_any_token(
     renderer: VllmRenderer, parsers: Parsers, tokenizer: Any, render: Render
 ) -> None:
-    """Continued from its tokens, or computed again: in both cases every part is told once."""
     worker = Worker(parsers, tokenizer, render(renderer, tools=TOOLS), f"{THOUGHT}{CALLS}")
     whole = Said(worker.say())
     for num_given in range(1, len(worker.pieces)):
@@ -289,9 +289,6 @@ def test_an_answer_goes_on_in_another_worker_after_any_token(
         given = [lost.on_output([token], text, finished=False) for token, text in worker.pieces[:num_given]]
         continued = worker.begin(Continued(num_given, num_chars)).answer
         rest = [continued.on_output(ids, text, finished=last) for ids, text, last in worker.outputs(num_given)]
-        assert Said([*given, *rest]).parts == whole.parts, num_given
-        again = worker.begin(before=(num_given, num_chars)).answer
-        rest = [again.on_output(ids, text, finished=last) for ids, text, last in worker.outputs()]
         assert Said([*given, *rest]).parts == whole.parts, num_given
 
 

@@ -78,14 +78,10 @@ class Continued(msgspec.Struct, frozen=True):
 class Parse(msgspec.Struct, frozen=True):
     """Asks for an answer parsed into content, reasoning and tool calls.
 
-    `request` is private to renderer and engine. If the answer is computed again, its first `num_tokens_before` tokens
-    and `num_chars_before` characters were delivered.
+    `request` is private to renderer and engine.
     """
 
     request: bytes
-    num_tokens_before: int = 0
-    num_chars_before: int = 0
-    reasons: bool = True  # the model may reason before its answer; not sent to workers, which know it
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -176,7 +172,6 @@ class EngineRequest(msgspec.Struct, frozen=True):
     pool: str = ""  # whose workers alone may have it; empty: the default one
     adapter: str = ""  # of EngineInfo.adapters; empty: the model itself
     images: tuple[PromptImage, ...] = ()  # by offset; they do not overlap
-    takes_bias: bool = True  # engines that speculate refuse `logit_bias`
 
     @property
     def page_salt(self) -> str:

@@ -59,7 +59,6 @@ def _requests_of(
     deadline_s: float | None,
     pool: str,
     adapter: str,
-    takes_bias: bool,
 ) -> list[EngineRequest]:
     """Return `n` requests per prompt in OpenAI's order, with different seeds.
 
@@ -92,7 +91,6 @@ def _requests_of(
                     pool=pool,
                     adapter=adapter,
                     images=prompt.images,
-                    takes_bias=takes_bias,
                 )
             )
     return requests
@@ -119,7 +117,6 @@ class Generation:
         *,
         tenant: Tenant,
         pool: str,
-        takes_bias: bool = True,
         adapter: str = "",
         timeouts: TokenTimeouts,
         may_be_aggregated: bool = True,
@@ -139,9 +136,7 @@ class Generation:
             adapter = dispatcher.adapter_key(adapter, pool)
         if deadline_s is None:
             deadline_s = time.monotonic() + dispatcher.request_timeout_s
-        self.requests = _requests_of(
-            answer_id, rendered, n, tenant, cache_salt, wanted_s, deadline_s, pool, adapter, takes_bias
-        )
+        self.requests = _requests_of(answer_id, rendered, n, tenant, cache_salt, wanted_s, deadline_s, pool, adapter)
         if wanted_s is not None:
             metrics.hinted_requests.labels("wanted" if wanted_s else "end").inc()
         self._trace = trace

@@ -197,7 +197,6 @@ class OpenAI:
             self._metrics,
             tenant=tenant,
             pool=route.pool,
-            takes_bias=not route.model.speculates(route.pool),
             adapter=adapter,
             timeouts=self._timeouts,
             may_be_aggregated=not debug.disaggregate,

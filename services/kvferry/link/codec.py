@@ -104,8 +104,6 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
         submit.continued.num_chars = request.continued.num_chars
     if request.parse is not None:
         submit.parse.request = request.parse.request
-        submit.parse.num_tokens_before = request.parse.num_tokens_before
-        submit.parse.num_chars_before = request.parse.num_chars_before
     if request.tier is not None:
         submit.tier.tenant = request.tier.namespace.tenant
         submit.tier.epoch = request.tier.namespace.epoch
@@ -189,7 +187,10 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
 
 
 def _parse_from_wire(message: pb.Parse) -> Parse:
-    return Parse(message.request, message.num_tokens_before, message.num_chars_before)
+    """Raises ValueError where a part of the answer was delivered before."""
+    if message.num_tokens_before:
+        raise ValueError("an answer that goes on from its beginning, for a gateway of an earlier release")
+    return Parse(message.request)
 
 
 def _turn_from_wire(message: pb.Turn) -> Turn:

@@ -18,11 +18,12 @@ NEWEST_VERSION = 2
 RESERVE = "reserve"  # places of decode workers, before a prompt is computed
 QUARANTINE = "quarantine"  # requests that workers pass on to all gateways
 QUARANTINE_KNOWN = "quarantine-known"  # answers to that, where one is asked for
-REPLAY = "replay"  # of an answer's tokens in its grammar, when it goes on
+REPLAY = "replay"  # of an answer's tokens in its grammar, when it goes on: asked for by an earlier release
+CONTINUE = "continue"  # an answer from its tokens, with the penalties, the grammar and the noise that it has there
 POOLS = "pools"  # of workers: requests name theirs, and gateways keep to those of tenants
 ADAPTERS = "adapters"  # LoRA: requests name theirs, and workers refuse one that they do not have
 IMAGES = "images"  # of prompts: a worker without it would compute their placeholder tokens as text
-FEATURES = (RESERVE, QUARANTINE, QUARANTINE_KNOWN, REPLAY, POOLS, ADAPTERS, IMAGES)
+FEATURES = (RESERVE, QUARANTINE, QUARANTINE_KNOWN, REPLAY, CONTINUE, POOLS, ADAPTERS, IMAGES)
 
 _MAX_FEATURES = 64  # that a peer may name
 

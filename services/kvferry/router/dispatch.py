@@ -39,7 +39,7 @@ from kvferry.link.quarantine import QUARANTINE_S, Quarantine, to_wire
 from kvferry.link.remote_request import OnOutput, OnText, RemoteRequest, transferred_pages
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId
-from kvferry.router.answer import AnswerSoFar, may_be_preempted, replayable
+from kvferry.router.answer import AnswerSoFar
 from kvferry.router.engine_losses import EngineLosses, digest_of
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement import Placement
@@ -66,7 +66,6 @@ log = logging.getLogger(__name__)
 
 NUM_RECENT = 2048  # requests that `kvferry explain` can ask for
 MIN_STEPS = 8  # fewer say little about the time of a step
-MAX_PREEMPTIONS = 8  # of one request
 
 _NO_HINTS = TierHints()
 
@@ -145,10 +144,8 @@ class Dispatcher:
         router = self._router
         try:
             router.refuse_quarantined(request)
-            answer = AnswerSoFar(replayable(request), on_output, record, on_text)
-            run = _RequestRun(router, answer, record, may_be_aggregated=may_be_aggregated)
-            run.num_preemptions_left = MAX_PREEMPTIONS if may_be_preempted(request) else 0
-            await run.run()
+            answer = AnswerSoFar(request, on_output, record, on_text)
+            await _RequestRun(router, answer, record, may_be_aggregated=may_be_aggregated).run()
         except KvferryError as error:
             record.error_code = error.code or ""
             if isinstance(error, Quarantined):
@@ -190,7 +187,6 @@ class _RequestRun:
         self._answer = answer
         self._record = record
         self._placer = RequestPlacer(router, answer, record, may_be_aggregated=may_be_aggregated)
-        self.num_preemptions_left = 0
 
     async def run(self) -> None:
         try:
@@ -203,10 +199,10 @@ class _RequestRun:
 
     async def _try_once(self) -> bool:
         router, losses = self._router, self._placer.losses
-        request = self._answer.next_request(self._placer.workers_replay_grammars)
+        request = self._answer.next_request()
         if router.losses.knows_blamed(router.clock()) and not losses.has_answered:
             router.losses.adopt_blame(self._placer.digest, losses)
-        is_resumed, is_preemptible = bool(self._answer.token_ids), self.num_preemptions_left > 0
+        is_resumed, is_preemptible = bool(self._answer.token_ids), request.turn is not None
         if losses.is_suspect or is_resumed or is_preemptible:
             request = structs.replace(
                 request, is_suspect=losses.is_suspect, is_resumed=is_resumed, is_preemptible=is_preemptible
@@ -444,7 +440,6 @@ class _RequestRun:
         )
 
     def _note_preempted(self, decode: WorkerLink, error: Preempted) -> None:
-        self.num_preemptions_left -= 1
         # Its engine may have pulled the pages.
         self._placer.kept = None
         self._placer.failed.forgive(decode)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvferry.config import entry_of, is_of_entry
 from kvferry.engine.base import EngineRequest, RequestId, TransferParams
 from kvferry.errors import KvferryError, NoDecodeWorker, Overloaded, Quarantined, UnavailableError
-from kvferry.link.protocol import IMAGES, REPLAY
+from kvferry.link.protocol import CONTINUE, IMAGES
 from kvferry.link.quarantine import QUARANTINE_S, Quarantine
 from kvferry.link.worker_link import Place, WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
@@ -141,10 +141,6 @@ class RequestPlacer:
     def digest(self) -> bytes:
         return digest_of(self._answer.request)
 
-    def workers_replay_grammars(self) -> bool:
-        """Whether every worker that may get the request lets a grammar go on; those of an older release do not."""
-        return all(REPLAY in link.features for link in self._usable_decode())
-
     async def place(self, request: EngineRequest) -> Attempt:
         """Place the request, with its place on the decode worker; the caller calls the policy's `ended`.
 
@@ -187,7 +183,9 @@ class RequestPlacer:
     def _has_what_it_needs(self, link: WorkerLink) -> bool:
         # A worker of an earlier release would take the placeholder tokens of images for text.
         takes_images = not self._answer.request.images or IMAGES in link.features
-        return takes_images and (not self._adapter or self._adapter in link.adapters)
+        # It would begin penalties and a seed's noise anew.
+        goes_on = not self._answer.token_ids or CONTINUE in link.features
+        return takes_images and goes_on and (not self._adapter or self._adapter in link.adapters)
 
     def _nobody(self) -> str:
         return no_decode_worker(self._pool, self._adapter, has_images=bool(self._answer.request.images))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from kvferry.engine.base import AnswerDelta, Parse
+from kvferry.engine.base import AnswerDelta
 from kvferry.engine.parsing import ParsedAnswer
 from kvferry.engine.sim.parsing import SimParser, parse_of
 
@@ -37,32 +37,22 @@ def joined(deltas: Iterable[AnswerDelta | None]) -> str:
 
 def test_an_answer_from_its_start_goes_straight_through() -> None:
     parser = Echo()
-    answer = ParsedAnswer(parser, Parse(b""))
+    answer = ParsedAnswer(parser)
     deltas = [answer.on_output([1], "a", finished=False), answer.on_output([2], "b", finished=True)]
     assert joined(deltas) == "ab"
     assert parser.fed == [([1], "a", False), ([2], "b", True)]
 
 
-@pytest.mark.parametrize("num_given", range(1, 8))
-def test_what_is_computed_again_is_sent_once(num_given: int) -> None:
-    """Deltas before the loss, then those of the worker that computes it all again, with a parser that lags."""
-    first = ParsedAnswer(Echo(), Parse(b""))
-    deltas = [first.on_output([i], WORDS[i], finished=False) for i in range(num_given)]
-    again = ParsedAnswer(Echo(), Parse(b"", num_given, len("".join(WORDS[:num_given]))))
-    deltas += [again.on_output([i], WORDS[i], finished=i == 7) for i in range(8)]
-    assert joined(deltas) == "".join(WORDS)
-
-
-@pytest.mark.parametrize("num_given", range(1, 9))
+@pytest.mark.parametrize("num_given", range(8))
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_simulators_parts_are_the_same_in_whatever_pieces_they_come(num_given: int, size: int) -> None:
     parse = parse_of({"tools": TOOLS}, "sim", "sim")
     assert parse is not None
-    first = ParsedAnswer(SimParser(parse), parse)
+    first = ParsedAnswer(SimParser(parse))
     deltas = [first.on_output([i], WORDS[i], finished=False) for i in range(num_given)]
-    before = Parse(parse.request, num_given, len("".join(WORDS[:num_given])))
-    again = ParsedAnswer(SimParser(before), before)
-    for start in range(0, 8, size):
+    again = ParsedAnswer(SimParser(parse))
+    again.resume([(i, WORDS[i]) for i in range(num_given)], len("".join(WORDS[:num_given])))
+    for start in range(num_given, 8, size):
         token_ids = list(range(start, min(start + size, 8)))
         text = "".join(WORDS[i] for i in token_ids)
         deltas.append(again.on_output(token_ids, text, finished=token_ids[-1] == 7))
@@ -76,16 +66,8 @@ def test_the_simulators_parts_are_the_same_in_whatever_pieces_they_come(num_give
 
 def test_a_continued_answer_is_fed_what_its_prompt_holds() -> None:
     parser = Echo()
-    answer = ParsedAnswer(parser, Parse(b""))
+    answer = ParsedAnswer(parser)
     answer.resume([(1, "ab"), (2, ""), (3, "cd")], 3)
     # The engine gives what was not delivered with its next output.
     assert joined([answer.on_output([4], "de", finished=True)]) == "cde"
     assert parser.fed == [([1], "ab", False), ([2], "", False), ([3], "c", False), ([4], "de", True)]
-
-
-def test_the_end_is_sent_even_when_every_token_was_delivered() -> None:
-    parser = Echo()
-    answer = ParsedAnswer(parser, Parse(b"", 2, 2))
-    assert answer.on_output([1], "a", finished=False) is None
-    assert joined([answer.on_output([2], "b", finished=True)]) == "b"  # held back when the first worker was lost
-    assert parser.fed[-1] == ([], "", True)

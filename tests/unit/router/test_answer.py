@@ -8,7 +8,6 @@ import pytest
 from msgspec import structs
 
 from kvferry.engine.base import (
-    AnswerDelta,
     Continued,
     EngineOutput,
     EngineRequest,
@@ -17,10 +16,9 @@ from kvferry.engine.base import (
     RequestId,
     Sampling,
     TokenLogprob,
-    Turn,
 )
 from kvferry.errors import EngineError
-from kvferry.router.answer import AnswerSoFar, may_be_preempted, replayable
+from kvferry.router.answer import MAX_NOTED, AnswerSoFar
 from kvferry.router.request_record import RequestRecord
 
 PROMPT = [10, 11, 12]
@@ -29,18 +27,12 @@ PROMPT = [10, 11, 12]
 class Client:
     """An answer, and what came through."""
 
-    def __init__(self, parse: Parse | None = None, *, takes_bias: bool = True, **sampling: object) -> None:
+    def __init__(self, parse: Parse | None = None, **sampling: object) -> None:
         values = {"max_tokens": 10, "temperature": 0.0, **sampling}
-        self.asked = EngineRequest(
-            RequestId("r"),
-            PROMPT,
-            Sampling(**values),  # type: ignore[arg-type]
-            parse=parse,
-            takes_bias=takes_bias,
-        )
+        self.asked = EngineRequest(RequestId("r"), PROMPT, Sampling(**values), parse=parse)  # type: ignore[arg-type]
         self.outputs: list[EngineOutput] = []
         self.record = RequestRecord()
-        self.answer = AnswerSoFar(replayable(self.asked), self.outputs.append, self.record)
+        self.answer = AnswerSoFar(self.asked, self.outputs.append, self.record)
         self.first = self.answer.next_request()
 
     def give(self, *token_ids: int, text: str | None = None, end: FinishReason | None = None) -> None:
@@ -74,18 +66,6 @@ def test_text_alone_counts_and_is_told_as_any_output() -> None:
         assert answer.next_request().continued == Continued(3, 3)
     assert client.outputs == [EngineOutput([1], "b"), EngineOutput([2, 3], "cd")]
     assert texts == [([1], "b"), ([2, 3], "cd")]
-
-
-def test_text_alone_that_comes_again_is_left_out() -> None:
-    client = Client(presence_penalty=1.0)
-    client.answer.on_text([1, 2], "bc")
-    client.answer.next_request()
-    client.answer.on_text([1], "b")
-    client.answer.on_text([2, 3], "cd")
-    assert (client.token_ids, client.text) == ([1, 2, 3], "bcd")
-    client.answer.next_request()
-    with pytest.raises(EngineError, match="does not give the same answer"):
-        client.answer.on_text([7], "h")
 
 
 def test_a_request_that_gave_nothing_is_asked_again_as_it_was() -> None:
@@ -124,105 +104,6 @@ def test_a_second_loss_counts_everything_given() -> None:
     assert client.record.continued_after == [2, 3]
 
 
-def test_the_last_token_is_asked_for_again_and_shown_once() -> None:
-    """Everything came but the end: an engine must give at least one token, to say how it ended."""
-    client = Client(max_tokens=3)
-    client.give(1, 2, 3)
-    again = client.answer.next_request()
-    assert (list(again.prompt_token_ids), again.continued) == ([*PROMPT, 1, 2], Continued(2, 3))
-    client.give(3, text="", end=FinishReason.LENGTH)  # its character was delivered, and the engine knows
-    assert (client.token_ids, client.text, client.logprob_ids) == ([1, 2, 3], "bcd", [1, 2, 3])
-    assert client.outputs[-1].finish_reason is FinishReason.LENGTH
-
-
-def test_the_only_token_is_computed_again_from_the_prompt() -> None:
-    client = Client(max_tokens=1)
-    client.give(1)
-    again = client.answer.next_request()
-    assert (again.prompt_token_ids, again.continued) == (PROMPT, None)
-    client.give(1, end=FinishReason.LENGTH)
-    assert (client.token_ids, client.text) == ([1], "b")
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": 0.5},
-        {"bad_words": ("x",)},
-    ],
-)
-def test_where_an_engine_would_begin_anew_the_answer_is_computed_again_and_compared(
-    sampling: dict[str, object],
-) -> None:
-    client = Client(**sampling)
-    client.give(1, 2, 3)
-    again = client.answer.next_request()
-    assert (again.prompt_token_ids, again.continued) == (PROMPT, None)
-    assert again.sampling == client.first.sampling
-    client.give(1)
-    client.give(2, 3, 4)
-    client.give(5, end=FinishReason.STOP)
-    assert (client.token_ids, client.text, client.logprob_ids) == ([1, 2, 3, 4, 5], "bcdef", [1, 2, 3, 4, 5])
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}])
-def test_a_grammar_goes_on_where_workers_replay_it_and_is_computed_again_elsewhere(sampling: dict[str, object]) -> None:
-    client = Client(structured_outputs="{}", **sampling)
-    client.give(1, 2, 3)
-    assert client.answer.next_request().continued == Continued(3, 3)
-    again = client.answer.next_request(lambda: False)
-    assert (again.prompt_token_ids, again.continued) == (PROMPT, None)
-    assert again.sampling == client.first.sampling
-
-
-def test_a_grammar_after_reasoning_is_computed_again() -> None:
-    for reasons in (True, False):
-        client = Client(Parse(b"{}", reasons=reasons), structured_outputs="{}")
-        client.give(1, 2, 3)
-        assert (client.answer.next_request().continued is None) == reasons
-
-
-def test_another_answer_than_before_is_an_error_and_never_shown() -> None:
-    client = Client(presence_penalty=0.5)
-    client.give(1, 2, 3)
-    client.answer.next_request()
-    client.give(1)
-    with pytest.raises(EngineError, match="does not give the same answer again"):
-        client.give(7, 3)
-    assert client.token_ids == [1, 2, 3]
-
-
-def test_a_grammar_with_chance_gets_a_seed_so_that_it_can_be_computed_again() -> None:
-    first, second = Client(structured_outputs="{}", temperature=1.0), Client(structured_outputs="{}", temperature=1.0)
-    assert first.first.sampling.seed is not None
-    assert first.first.sampling.seed != second.first.sampling.seed
-    assert Client(structured_outputs="{}", temperature=1.0, seed=4).first.sampling.seed == 4
-    assert Client(temperature=1.0).first.sampling.seed is None
-
-
-def test_penalties_of_sampled_answers_go_on_as_a_bias() -> None:
-    client = Client(temperature=0.8, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={1: 2.0})
-    client.give(1, 2, 2)
-    again = client.answer.next_request()
-    assert again.continued == Continued(3, 3)
-    assert again.sampling.logit_bias == {1: 2.0 - 0.75, 2: -1.0}
-
-
-def test_where_engines_take_no_bias_penalties_of_sampled_answers_are_computed_again_with_a_seed() -> None:
-    for change in ({"presence_penalty": 0.5}, {"frequency_penalty": 0.5}):
-        client = Client(temperature=0.8, takes_bias=False, **change)
-        assert client.first.sampling.seed is not None
-        client.give(1, 2, 2)
-        again = client.answer.next_request()
-        assert (again.prompt_token_ids, again.continued) == (PROMPT, None)
-        assert again.sampling == client.first.sampling
-        assert not may_be_preempted(structs.replace(client.asked, turn=Turn("acme", 1.0)))
-    client = Client(temperature=0.8, takes_bias=False)
-    client.give(1)
-    assert client.answer.next_request().continued == Continued(1, 1)
-
-
 def test_a_continued_request_is_parsed_by_the_tokens_in_its_prompt() -> None:
     client = Client(Parse(b"{}"))
     client.give(1, 2)
@@ -230,13 +111,33 @@ def test_a_continued_request_is_parsed_by_the_tokens_in_its_prompt() -> None:
     assert (again.continued, again.parse) == (Continued(2, 2), Parse(b"{}"))
 
 
-def test_a_request_that_begins_anew_tells_what_was_parsed_and_delivered() -> None:
-    client = Client(Parse(b"{}"), structured_outputs="{}")
-    client.give(1, 2, text="b")
+def test_an_answer_with_all_its_tokens_and_no_end_is_an_error() -> None:
+    """Workers tell the end with the last token: there is nothing left to ask another one for."""
+    client = Client(max_tokens=3)
+    client.give(1, 2, 3)
+    with pytest.raises(EngineError, match="before it told how it ended"):
+        client.answer.next_request()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5, "bad_words": ("x",), "min_tokens": 5},
+        {"temperature": 1.0, "seed": 3, "logit_bias": {1: 2.0}},
+        {"structured_outputs": "{}"},
+    ],
+)
+def test_every_answer_goes_on_with_the_parameters_that_it_was_asked_with(sampling: dict[str, object]) -> None:
+    client = Client(**sampling)
+    client.give(1, 2, 2)
     again = client.answer.next_request()
-    assert (again.prompt_token_ids, again.parse) == (PROMPT, Parse(b"{}", 2, 1))
-    # The worker leaves out what was told: what it says of an output that is old in part, is new.
-    client.answer.on_output(EngineOutput([1, 2, 3], "bcd", delta=AnswerDelta("new")))
-    last = client.outputs[-1]
-    assert (list(last.token_ids), last.text, last.delta) == ([3], "cd", AnswerDelta("new"))
-    assert client.answer.next_request().parse == Parse(b"{}", 3, 3)
+    assert (again.sampling, again.continued) == (client.asked.sampling, Continued(3, 3))
+
+
+def test_a_record_names_a_limited_number_of_continuations() -> None:
+    client = Client(max_tokens=1000)
+    for token_id in range(MAX_NOTED + 5):
+        client.give(token_id)
+        again = client.answer.next_request()
+    assert client.record.continued_after == list(range(1, MAX_NOTED + 1))
+    assert again.request_id == f"r-c{MAX_NOTED + 5}"

@@ -321,7 +321,7 @@ class SimEngine:
 
     def _parsed_answer(self, request: EngineRequest) -> ParsedAnswer:
         assert request.parse is not None
-        parsed = ParsedAnswer(SimParser(request.parse), request.parse)
+        parsed = ParsedAnswer(SimParser(request.parse))
         if request.continued is not None:
             given = request.prompt_token_ids[-request.continued.num_tokens :]
             texts = Answer(b"", request.sampling, self._tokenizer, answer_tokens=1, default_seed=0).resume(given, 0)

@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from typing import Any
 
-from msgspec import structs
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from kvferry.engine.base import Continued, RequestId, Sampling
+from kvferry.engine.base import Continued, RequestId
 
 
 class Continuations:
@@ -21,11 +19,11 @@ class Continuations:
     def __init__(self, output_processor: Any) -> None:
         self._processor = output_processor
         self._add_request = output_processor.add_request
-        self._expected: dict[str, tuple[Continued, int]] = {}
+        self._expected: dict[str, Continued] = {}
         output_processor.add_request = self._added
 
-    def expect(self, request_id: RequestId, continued: Continued, min_tokens: int) -> None:
-        self._expected[request_id] = (continued, min_tokens)
+    def expect(self, request_id: RequestId, continued: Continued) -> None:
+        self._expected[request_id] = continued
 
     def forget(self, request_id: RequestId) -> None:
         self._expected.pop(request_id, None)
@@ -35,31 +33,13 @@ class Continuations:
         expected = self._expected.pop(request.external_req_id, None)
         if expected is not None:
             state = self._processor.request_states[request.request_id]
-            state.detokenizer = resumed_detokenizer(self._processor.tokenizer, request, *expected)
+            state.detokenizer = resumed_detokenizer(self._processor.tokenizer, request, expected)
 
 
-def resumed_detokenizer(tokenizer: Any, request: Any, continued: Continued, min_tokens: int) -> IncrementalDetokenizer:
+def resumed_detokenizer(tokenizer: Any, request: Any, continued: Continued) -> IncrementalDetokenizer:
     begun = copy.copy(request)
     begun.prompt_token_ids = request.prompt_token_ids[: -continued.num_tokens]
-    begun.sampling_params = copy.copy(request.sampling_params)
-    begun.sampling_params.min_tokens = min_tokens
     detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, begun)
     detokenizer.update(request.prompt_token_ids[-continued.num_tokens :], False)
     detokenizer._last_output_text_offset = continued.num_chars
     return detokenizer
-
-
-def remaining_limits(sampling: Sampling, continued: Continued) -> Sampling:
-    """Return the parameters of the rest: fewer tokens, and another seed, derived from the request's."""
-    return structs.replace(
-        sampling,
-        seed=_next_seed(sampling.seed, continued.num_tokens) if sampling.seed is not None else None,
-        max_tokens=sampling.max_tokens - continued.num_tokens,
-        min_tokens=max(0, sampling.min_tokens - continued.num_tokens),
-    )
-
-
-def _next_seed(seed: int, num_tokens: int) -> int:
-    """vLLM begins a seed's noise anew: the same seed would give the noise of the first tokens once more."""
-    digest = hashlib.blake2b(f"{seed} {num_tokens}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)

@@ -300,7 +300,7 @@ class VllmEngine:
             prompt = _prompt(request, llm, self._vocabulary)
             request = without_features(request)
             if request.continued is not None:
-                self._continuations.expect(request_id, request.continued, request.sampling.min_tokens)
+                self._continuations.expect(request_id, request.continued)
             params, parsed, options = self._prepare(request, transfer)
             assert self._validator is not None
             await self._validator.validate(params)
@@ -346,12 +346,11 @@ class VllmEngine:
     def _prepare(
         self, request: EngineRequest, transfer: dict[str, Any] | None
     ) -> tuple[SamplingParams, ParsedAnswer | None, dict[str, Any]]:
-        from kvferry.engine.vllm.continuation import remaining_limits
         from kvferry.engine.vllm.sampling import to_vllm
 
         sampling, continued = request.sampling, request.continued
         params = to_vllm(
-            sampling if continued is None else remaining_limits(sampling, continued),
+            sampling,
             transfer_params=transfer,
             num_given=continued.num_tokens if continued is not None else 0,
         )
@@ -360,8 +359,7 @@ class VllmEngine:
         if self._has_tenants:
             options["priority"] = min(round(request.due_ms * 1e3), _MAX_PRIORITY)  # the lowest first
         if request.parse is not None:
-            whole = params if continued is None else to_vllm(sampling, transfer_params=None)
-            begun = self._parsers.begin(request, whole)
+            begun = self._parsers.begin(request, params)
             parsed = begun.answer
             options |= begun.engine_arguments
         is_hinted = self._has_tenants or self._tier.enabled

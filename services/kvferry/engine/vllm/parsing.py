@@ -52,7 +52,7 @@ def parse_of(
         "reasoning_ended": reasoning_ended,
         "num_earlier_calls": sum(len(message.get("tool_calls") or ()) for message in body["messages"]),
     }
-    return Parse(json.dumps(values).encode(), reasons=bool(model.reasoning_parser))
+    return Parse(json.dumps(values).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Parsers:
         )
         num_prompt = len(request.prompt_token_ids) - (continued.num_tokens if continued is not None else 0)
         prompt = list(request.prompt_token_ids[:num_prompt])
-        answer = ParsedAnswer(VllmParser(parser, chat, prompt), parse)
+        answer = ParsedAnswer(VllmParser(parser, chat, prompt))
         if continued is not None:
             given = request.prompt_token_ids[num_prompt:]
             answer.resume(texts_of(self._tokenizer, prompt, given, params), continued.num_chars)

@@ -10,8 +10,10 @@ from msgspec import structs
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from kvferry.engine.base import Sampling
-from kvferry.engine.vllm.plugins.grammar_replay import NUM_GIVEN
 from kvferry.errors import InvalidRequest
+
+# In SamplingParams.extra_args: how many of the prompt's last tokens belong to the answer.
+NUM_GIVEN = "kvferry_num_given"
 
 # Fields with the same name on both sides and, except containers, the same type.
 CARRIED = tuple(field.name for field in structs.fields(Sampling) if field.name != "structured_outputs")
@@ -71,7 +73,7 @@ def check_allowed_tokens(params: SamplingParams, model_config: Any, renderer: An
 def to_vllm(sampling: Sampling, *, transfer_params: dict[str, Any] | None, num_given: int = 0) -> SamplingParams:
     """`num_given` of the prompt's tokens belong to the answer. Raises InvalidRequest for values that vLLM refuses."""
     extra_args: dict[str, Any] = {"kv_transfer_params": transfer_params} if transfer_params else {}
-    if num_given and sampling.structured_outputs:
+    if num_given:
         extra_args[NUM_GIVEN] = num_given
     values: dict[str, Any] = {name: getattr(sampling, name) for name in CARRIED}
     for name in ("stop", "stop_token_ids", "bad_words"):

@@ -269,14 +269,12 @@ class VolumePages(_message.Message):
     def __init__(self, volume_id: _Optional[str] = ..., num_pages: _Optional[int] = ...) -> None: ...
 
 class Parse(_message.Message):
-    __slots__ = ("request", "num_tokens_before", "num_chars_before")
+    __slots__ = ("request", "num_tokens_before")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_BEFORE_FIELD_NUMBER: _ClassVar[int]
-    NUM_CHARS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     request: bytes
     num_tokens_before: int
-    num_chars_before: int
-    def __init__(self, request: _Optional[bytes] = ..., num_tokens_before: _Optional[int] = ..., num_chars_before: _Optional[int] = ...) -> None: ...
+    def __init__(self, request: _Optional[bytes] = ..., num_tokens_before: _Optional[int] = ...) -> None: ...
 
 class Continued(_message.Message):
     __slots__ = ("num_tokens", "num_chars")

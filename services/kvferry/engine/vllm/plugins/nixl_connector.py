@@ -13,18 +13,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 from kvferry.engine.vllm.plugins.absent_images import end_requests_of_absent_images
 from kvferry.engine.vllm.plugins.adapter_page_keys import hash_adapters_by_name
 from kvferry.engine.vllm.plugins.cpu_lora_rows import leave_other_rows_alone
-from kvferry.engine.vllm.plugins.cpu_seeds import take_back_draws_on_the_cpu
 from kvferry.engine.vllm.plugins.cpu_token_ranks import count_without_compiled_code
 from kvferry.engine.vllm.plugins.draft_min_tokens import count_drafts_for_min_tokens
 from kvferry.engine.vllm.plugins.draft_sampling import constrain_steps_with_drafts, expand_settings_of_drafts
+from kvferry.engine.vllm.plugins.given_tokens import count_given_tokens, sample_after_given_tokens
 from kvferry.engine.vllm.plugins.grammar_limits import limit_grammars
-from kvferry.engine.vllm.plugins.grammar_replay import replay_given_tokens
 from kvferry.engine.vllm.plugins.lora_patterns import look_patterns_up
 from kvferry.engine.vllm.plugins.nixl_exchange import compare_exchange_digests
 from kvferry.engine.vllm.plugins.nixl_handshake_port import retry_taken_handshake_ports
 from kvferry.engine.vllm.plugins.nixl_idle_steps import slow_idle_steps
 from kvferry.engine.vllm.plugins.nixl_lease import refuse_reads_after_lease, send_lease_ends
 from kvferry.engine.vllm.plugins.nixl_progress import blocking_progress_thread
+from kvferry.engine.vllm.plugins.seeded_noise import draw_by_position
 from kvferry.engine.vllm.plugins.shm_queue_polling import poll_shm_queues_slowly
 from kvferry.engine.vllm.plugins.transfer_times import KV_TRANSFER_TIMES, TransferTimes
 
@@ -39,10 +39,11 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             compare_exchange_digests()
             count_drafts_for_min_tokens()
             constrain_steps_with_drafts()
+            sample_after_given_tokens()
+            draw_by_position()
             if on_cpu:
                 count_without_compiled_code()
                 expand_settings_of_drafts()
-                take_back_draws_on_the_cpu()
             if vllm_config.lora_config is not None:
                 look_patterns_up()
                 if on_cpu:
@@ -63,7 +64,7 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             hash_adapters_by_name()
             end_requests_of_absent_images()
             limit_grammars()
-            replay_given_tokens()
+            count_given_tokens()
             if on_cpu and not vllm_config.kv_transfer_config.is_kv_consumer:
                 slow_idle_steps(self.connector_scheduler)
 
