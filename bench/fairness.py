@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.fair_hits import measure_hits
+from bench.fair_slots import CASES, slot_share
 from bench.live_cluster import TOKENS_PER_S, Cluster, config_of, real_config, running
 from bench.results import BenchFailed, Results, run_benchmark
 from kvferry.gateway.lifecycle import GatewayHost
@@ -240,6 +241,10 @@ async def measure(arguments: argparse.Namespace, results: Results, console: Cons
             "idle_with_backlog": round(max(each["idle_with_backlog"] for each in shares), 4),
         }
     )
+    for name, fields in CASES.items():
+        share = await slot_share(fields, arguments.seconds)
+        results.add({"slot_shares": {name: round(share, 4)}})
+        console.print(f"decode slots, the other tenant's long streams {name}: {share:.3f} of 0.800")
     for name, prompt_tokens in (
         ("ttft_p99_vs_alone", (PROMPT_TOKENS, PROMPT_TOKENS)),
         ("ttft_p99_vs_alone_long_prompts", LONG_PROMPT_TOKENS),

@@ -33,13 +33,14 @@ def config_of(
     step_ms: float = 1.0,
     num_pages: int = 4096,
     max_requests: int = 4096,
+    max_num_seqs: int = 64,
     has_tenants: bool = True,
 ) -> ClusterConfig:
     """Return two prefill and two decode workers of `num_pages` each; `max_requests` is each gateway's."""
     return configuration.parse(
         {
             "model": {"path": MODEL},
-            "engine": {"kind": "sim", "block_size": 16},
+            "engine": {"kind": "sim", "block_size": 16, "max_num_seqs": max_num_seqs},
             "prefill": {"replicas": 2},
             "decode": {"replicas": 2},
             "worker": {"max_requests": 2048},
