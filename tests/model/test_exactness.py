@@ -124,9 +124,16 @@ STRUCTURES: list[dict[str, object]] = [
 PENALTIES: dict[str, Any] = {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.1}
 CHANGES: dict[str, dict[str, Any]] = {
     **{next(iter(each)): {"structured_outputs": json.dumps(each)} for each in STRUCTURES},
-    "penalties": {**PENALTIES, "bad_words": ("the", "and"), "min_tokens": 30},
-    "seed": {"temperature": 1.0, "seed": 7, "top_p": 0.9, "min_tokens": 60},
-    "seed and penalties": {"temperature": 0.8, "seed": -3, "top_k": 50, "min_tokens": 60, **PENALTIES},
+    "penalties": {**PENALTIES, "bad_words": ("the", "and"), "max_tokens": 40, "min_tokens": 20},
+    "seed": {"temperature": 1.0, "seed": 7, "top_p": 0.9, "max_tokens": 40, "min_tokens": 40},
+    "seed and penalties": {
+        "temperature": 0.8,
+        "seed": -3,
+        "top_k": 50,
+        "max_tokens": 40,
+        "min_tokens": 30,
+        **PENALTIES,
+    },
     "seed and grammar": {"temperature": 1.0, "seed": 5, "structured_outputs": json.dumps({"regex": "[a-z ]{40,60}"})},
 }
 
