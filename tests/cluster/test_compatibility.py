@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -10,11 +11,15 @@ import pytest
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
-from kvferry.link.protocol import FEATURES, Identity, ServedModel
+from kvferry.engine.base import EngineOutput, EngineRequest
+from kvferry.engine.sim import SimEngine
+from kvferry.link.protocol import CONTINUE, FEATURES, Identity, ServedModel
 from kvferry.membership.base import MemberKind
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
+from .test_access import bearer
+from .test_tenants import tenant_with_key
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "one two three", "max_tokens": 8, "temperature": 0}
 
@@ -26,9 +31,10 @@ def changed(cluster: SimCluster, **values: Any) -> ClusterConfig:
     return configuration.parse(dumped)
 
 
-async def ask(cluster: SimCluster, **values: Any) -> httpx.Response:
+async def ask(cluster: SimCluster, headers: dict[str, str] | None = None, **values: Any) -> httpx.Response:
     async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
-        return await http.post("/v1/completions", json={**BODY, **values}, headers={"x-kvferry-debug": "1"})
+        headers = {"x-kvferry-debug": "1", **(headers or {})}
+        return await http.post("/v1/completions", json={**BODY, **values}, headers=headers)
 
 
 async def readiness(cluster: SimCluster) -> dict[str, Any]:
@@ -118,6 +124,34 @@ async def test_workers_of_the_previous_release_serve_a_new_gateway(monkeypatch: 
         cluster.hosts(MemberKind.DECODE)[0].server._max_requests = 0
         assert (await ask(cluster)).status_code == 200
         await cluster.until_quiet()
+
+
+async def test_an_answer_goes_on_only_where_workers_go_on_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of an earlier release would begin penalties anew, and is not asked to give a slot away."""
+    old = Identity(features=frozenset(FEATURES) - {CONTINUE})
+    seen: list[EngineRequest] = []
+    generate = SimEngine.generate
+
+    def noting(engine: SimEngine, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        seen.append(request)
+        return generate(engine, request)
+
+    monkeypatch.setattr(SimEngine, "generate", noting)
+    monkeypatch.setattr("kvferry.worker.lifecycle.identity", lambda config, folder: old)
+    async with running(0, 2, gateway={"worker_wait_s": 60.0, "tenants_in_etcd": True}) as cluster:
+        headers = bearer(await tenant_with_key(cluster, "acme"))
+        asked = asyncio.create_task(ask(cluster, headers, max_tokens=2000, presence_penalty=0.5, ignore_eos=True))
+        engines = cluster.engines(MemberKind.DECODE)
+        await until(lambda: any(engine.stats().num_generated_tokens > 20 for engine in engines))
+        next(engine for engine in engines if engine.stats().num_running).kill()
+        await until(lambda: cluster.metric("kvferry_continued_requests_total") == 1)
+        monkeypatch.setattr("kvferry.worker.lifecycle.identity", lambda config, folder: Identity())
+        await cluster.add_worker(MemberKind.DECODE)
+        answer = await asked
+        assert answer.json()["usage"]["completion_tokens"] == 2000
+        assert [request.turn is not None for request in seen] == [True, True]
+        assert [request.continued is not None for request in seen] == [False, True]
+        assert [request.is_preemptible for request in seen] == [False, True]
 
 
 async def test_gateways_of_two_releases_share_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from kvferry.errors import (
     WorkerDraining,
     WorkerLost,
 )
+from kvferry.link.protocol import CONTINUE
 from kvferry.link.quarantine import QUARANTINE_S, Quarantine, to_wire
 from kvferry.link.remote_request import OnOutput, OnText, RemoteRequest, transferred_pages
 from kvferry.link.worker_link import WorkerLink
@@ -202,11 +203,9 @@ class _RequestRun:
         request = self._answer.next_request()
         if router.losses.knows_blamed(router.clock()) and not losses.has_answered:
             router.losses.adopt_blame(self._placer.digest, losses)
-        is_resumed, is_preemptible = bool(self._answer.token_ids), request.turn is not None
-        if losses.is_suspect or is_resumed or is_preemptible:
-            request = structs.replace(
-                request, is_suspect=losses.is_suspect, is_resumed=is_resumed, is_preemptible=is_preemptible
-            )
+        is_resumed = bool(self._answer.token_ids)
+        if losses.is_suspect or is_resumed:
+            request = structs.replace(request, is_suspect=losses.is_suspect, is_resumed=is_resumed)
         attempt = await self._placer.place(request)
         try:
             if losses.is_suspect:
@@ -354,8 +353,11 @@ class _RequestRun:
         attempt.num_tokens_before = len(self._answer.token_ids)
         self._answer.begin_attempt(lambda: self._on_first_output(attempt, remote))
         span = self._record.begin_span("decode", decode.member.member_id)
-        if span is not None:
-            request = structs.replace(request, trace=span.context)
+        # A worker that preempts an answer is where it goes on, mostly.
+        is_preemptible = request.turn is not None and CONTINUE in decode.features
+        if span is not None or is_preemptible:
+            trace = span.context if span is not None else None
+            request = structs.replace(request, trace=trace, is_preemptible=is_preemptible)
         remote: RemoteRequest | None = None
         try:
             with end_after(span):
