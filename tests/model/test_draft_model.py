@@ -6,6 +6,7 @@ The engines have tenants, a CPU tier and a keeper's volume. Answers without draf
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import shutil
@@ -200,15 +201,19 @@ async def test_an_answer_goes_on_exactly_after_any_token(world: World, name: obj
     sampling = structs.replace(GREEDY, **CHANGES.get(str(name), {}))
     tokens, text = tokens_of(plain), "".join(output.text for output in plain)
 
-    async def go_on(num_given: int) -> None:
-        num_chars = sum(len(output.text) for output in plain[:num_given])
-        given = Continued(num_given, num_chars)
-        asked = request(f"on-{name}-{num_given}", [*prompt, *tokens[:num_given]], sampling, continued=given)
-        rest = [output async for output in world.pair.decode.generate(asked)]
-        assert tokens_of(rest) == tokens[num_given:]
-        assert text[:num_chars] + "".join(output.text for output in rest) == text
+    num_given = itertools.accumulate(len(output.token_ids) for output in plain[:-1])
+    num_chars = itertools.accumulate(len(output.text) for output in plain[:-1])
+    given = [Continued(*each) for each in zip(num_given, num_chars, strict=True)][::5]
+    assert len(given) > len(tokens) // 12
 
-    await asyncio.gather(*(go_on(num_given) for num_given in range(1, len(tokens), 5)))
+    async def go_on(given: Continued) -> None:
+        so_far = [*prompt, *tokens[: given.num_tokens]]
+        asked = request(f"on-{name}-{given.num_tokens}", so_far, sampling, continued=given)
+        rest = [output async for output in world.pair.decode.generate(asked)]
+        assert tokens_of(rest) == tokens[given.num_tokens :]
+        assert text[: given.num_chars] + "".join(output.text for output in rest) == text
+
+    await asyncio.gather(*map(go_on, given))
 
 
 async def test_pages_of_both_models_come_back_from_the_volume_and_the_cpu_tier(world: World) -> None:
