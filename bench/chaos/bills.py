@@ -20,6 +20,7 @@ from bench.chaos.receipts import Ending, Receipt
 from bench.chaos.work import Attempt, End, read_attempts
 from bench.results import BenchFailed
 from kvferry.gateway.usage_log import UNFINISHED, UsageRecord, read
+from kvferry.gateway.usage_totals import totals
 from kvferry.membership.base import MemberKind
 
 LOSS_S: Final = 10.0  # of each answer, that a gateway which is killed may leave out of its records
@@ -161,6 +162,7 @@ class _Comparison:
         self._faults: list[str] = []
         self._read_receipts(receipts)
         self._read_records(usage)
+        self._totals = totals(usage, None, None, None)
         for attempt in sorted(read_attempts(work), key=lambda attempt: attempt.begun_s):
             self._answers[attempt.answer_id].attempts.append(attempt)
 
@@ -170,6 +172,7 @@ class _Comparison:
             for fault in (*self._faults_of_bill(answer), *self._faults_of_work(answer)):
                 self._faults.append(f"answer {answer_id} of {answer.tenant}: {fault}")
             self._add_work(answer)
+        self._compare_totals()
         ends = Counter(attempt.end for answer in self._answers.values() for attempt in answer.decodes)
         figures = {
             "requests": dict(sorted(self._endings.items())),
@@ -211,6 +214,17 @@ class _Comparison:
                 self._faults.append(f"a request of {record.tenant} that was not dispatched is billed: {record}")
         if num_bad > (num_kills := sum(map(len, self._kills_s.values()))):
             self._faults.append(f"{num_bad} lines of usage files are no records, after {num_kills} kills of gateways")
+
+    def _compare_totals(self) -> None:
+        """Compare what `kvferry tenant usage` says with the sums of all answers."""
+        for name, sums in self._tenants.items():
+            of_tenant = [total for (_, tenant, _), total in self._totals.by_day.items() if tenant == name]
+            told = (
+                sum(total.prompt_tokens - total.cached_tokens for total in of_tenant),
+                sum(total.generated_tokens for total in of_tenant),
+            )
+            if told != (billed := (sums.prompt.billed, sums.generated.billed)):
+                self._faults.append(f"kvferry tenant usage says {told} tokens of {name}, its answers have {billed}")
 
     def _killed_s(self, answer: _Answer) -> float | None:
         """Return when the answer's gateway was killed while it ran, or up to UNWRITTEN_S later."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import time
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -17,11 +18,10 @@ from bench.results import BenchFailed
 from kvferry.membership.base import MemberKind
 from kvferry.router.engine_losses import MAX_LOSSES
 
-# A bucket of five requests, and one more each 2 s: fewer than the bursty tenant sends.
-REQUESTS_PER_MINUTE = 30.0
-LIMITED_S = 3.0
+REQUESTS_PER_MINUTE = 6.0  # one at each gateway, and one more each 10 s: fewer than the bursty tenant sends
+REFUSED_WITHIN_S = 20.0
 NUM_IN_CROWD = 128  # more at once than the cluster takes of a tenant
-TOKENS_OF_CROWD = 8
+TOKENS_OF_CROWD = 4
 
 Progress = Callable[[str], None]
 Fault = Callable[[Fleet, random.Random, int, Progress], Awaitable[None]]
@@ -123,15 +123,15 @@ async def upgrading(fleet: Fleet, seeded: random.Random, times: int, progress: P
 
 
 async def refusing(fleet: Fleet, seeded: random.Random, times: int, progress: Progress) -> None:
-    """Limit the bursty tenant, then send a crowd of its requests. Clients of refused ones ask again until they are in.
+    """Limit the bursty tenant until it is refused, then send a crowd of its requests, more than the cluster takes.
 
-    Raises BenchFailed where none of the crowd is refused.
+    Clients of refused requests ask again until they have an answer. Raises BenchFailed where none is refused.
     """
     for i in range(times):
         await asyncio.sleep(seeded.uniform(0.2, 1.2))
         async with fleet.tenants() as admin:
             await admin.set_limits(BURSTY, {"requests_per_minute": REQUESTS_PER_MINUTE})
-            await asyncio.sleep(LIMITED_S)
+            await _until_refused(fleet)
             await admin.set_limits(BURSTY, {"requests_per_minute": None})
         prompts = [f"crowd {seeded.random()}" for _ in range(NUM_IN_CROWD)]
         crowd = Client(fleet.urls, prompts, TOKENS_OF_CROWD, fleet.tenant_to_headers, fleet.receipts)
@@ -144,6 +144,15 @@ async def refusing(fleet: Fleet, seeded: random.Random, times: int, progress: Pr
         if not any(outcome.num_refusals for outcome in outcomes):
             raise BenchFailed(f"none of {NUM_IN_CROWD} requests at once was refused")
         progress(f"refuse {i + 1}/{times}")
+
+
+async def _until_refused(fleet: Fleet) -> None:
+    """Wait for a request that is refused from now on. Raises BenchFailed after REFUSED_WITHIN_S."""
+    num_before, ends_s = len(fleet.receipts), time.monotonic() + REFUSED_WITHIN_S
+    while not any(receipt.ending is Ending.REFUSED for receipt in fleet.receipts[num_before:]):
+        if time.monotonic() > ends_s:
+            raise BenchFailed(f"no request over its tenant's limit was refused for {REFUSED_WITHIN_S:g} s")
+        await asyncio.sleep(0.05)
 
 
 def etcd_away(seconds: float) -> Fault:

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 SEED = 7
+NUM_PROMPTS = 48
 NUM_STREAMS = 16
 MAX_TOKENS = 80
 MOST_TRIES = 6
@@ -43,7 +44,7 @@ MET = {"prefill": "recomputed", "decode": "continued", "hang": "continued", "gat
 
 
 async def test_no_fault_costs_an_answer_or_changes_one_and_bills_are_what_clients_got(tmp_path: Path) -> None:
-    prompts = make_prompts(64, SEED)
+    prompts = make_prompts(NUM_PROMPTS, SEED)
     async with fleet(tmp_path, mortal=True, **billed(tmp_path, NUM_STREAMS)) as running:
         expected = await ask_undisturbed(running, prompts, MAX_TOKENS)
         rows: dict[str, dict[str, Any]] = {}
