@@ -2,7 +2,7 @@
 
 What a Serve replica does, without Serve: a test kills and starts these a hundred times. Prints one line once it serves
 and goes on until it is killed, or ends itself when its engine dies. CONFIG may have three options beside the sections
-of a configuration: with `mortal: true` an engine dies of a prompt with the word POISON, with `work: FOLDER` a worker
+of a configuration: with `mortal: true` an engine dies of a prompt that begins with POISON, with `work: FOLDER` a worker
 writes there what its engine computes (`bench.chaos.work`), and with `release: previous` the process says and sends no
 more than the release before versions of the protocol.
 """
@@ -35,14 +35,13 @@ POISON = "poison"
 
 
 def make_mortal(engine: SimEngine) -> None:
-    """Let the engine die of a prompt with POISON."""
+    """Let the engine die of a prompt that begins with POISON."""
     (poison,) = SimTokenizer().encode(POISON)
     generate = engine.generate
 
     def generate_or_die(request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        # Tokens of an answer that goes on may be any.
-        num_given = 0 if request.continued is None else request.continued.num_tokens
-        if poison in list(request.prompt_token_ids)[: len(request.prompt_token_ids) - num_given]:
+        # Behind the marker of the beginning. Further on it may be a token of an answer that goes on.
+        if poison in list(request.prompt_token_ids[:2]):
             engine.kill()
         return generate(request)
 
