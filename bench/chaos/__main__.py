@@ -3,7 +3,8 @@
 Each fault's figures are a line of JSON on stdout when it is over, and the last line has all. The run ends with exit
 code 1 at the first request that fails although it should not, after a fault under which an answer differed from the
 undisturbed one or came from a worker of another model than its gateway's, and where overload costs more than it may.
-Bounded: by the number of kills, and by --timeout in all.
+After the faults of a cluster, its bills are compared with what clients got and what engines computed: `bills`. A
+disagreement ends the run with exit code 1, too. Bounded: by the number of kills, and by --timeout in all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +25,40 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from bench.chaos import overload
-from bench.chaos.faults import Fault, etcd_away, hanging, killing, leaving, poisoning, upgrading
-from bench.chaos.fleet import Fleet, fleet
-from bench.chaos.load import Client, Load, compare, make_prompts, raise_failure, summarize
+from bench.chaos.bills import compare_bills
+from bench.chaos.faults import Fault, etcd_away, hanging, killing, leaving, poisoning, refusing, upgrading
+from bench.chaos.fleet import Fleet, billed, fleet
+from bench.chaos.load import (
+    UNDISTURBED_AT_ONCE,
+    Client,
+    Load,
+    LongStreams,
+    compare,
+    make_prompts,
+    raise_failure,
+    summarize,
+)
 from bench.results import BenchFailed, Results, run_benchmark
 from kvferry.membership.base import MemberKind
 from kvferry_loadtest.machine import machine_line
 
 # More than the workers keep: most prompts have to be computed when they come again.
 NUM_PROMPTS = 320
+NUM_LONG_STREAMS = 2
+LONG_TOKENS = 3000  # 30 s at 10 ms a step
+
+
+def client_of(running: Fleet, prompts: list[str], max_tokens: int) -> Client:
+    return Client(running.urls, prompts, max_tokens, running.tenant_to_headers, running.receipts)
 
 
 async def ask_undisturbed(running: Fleet, prompts: list[str], max_tokens: int) -> list[str]:
     """Return what every prompt must give. Raises BenchFailed at the first request that fails or is disturbed."""
-    client = Client(running.urls, prompts, max_tokens)
+    client = client_of(running, prompts, max_tokens)
     texts: list[str] = []
     try:
-        for first in range(0, len(prompts), 32):
-            numbers = range(first, min(first + 32, len(prompts)))
+        for first in range(0, len(prompts), UNDISTURBED_AT_ONCE):
+            numbers = range(first, min(first + UNDISTURBED_AT_ONCE, len(prompts)))
             for outcome in await asyncio.gather(*map(client.ask, numbers)):
                 raise_failure(outcome)
                 if outcome.affected:
@@ -92,12 +110,16 @@ FAULTS: dict[str, Callable[[argparse.Namespace], tuple[Fault, int]]] = {
     "prefill": lambda given: (killing(MemberKind.PREFILL), given.kills),
     "decode": lambda given: (killing(MemberKind.DECODE), given.kills),
     "gateway": lambda given: (killing(MemberKind.GATEWAY), given.kills),
+    "refuse": lambda given: (refusing, max(1, given.kills // 10)),
     "etcd": lambda given: (etcd_away(given.outage_s), 1),
     "drain": lambda given: (leaving, max(1, given.kills // 2)),
     "hang": lambda given: (hanging, max(1, given.kills // 10)),
     "poison": lambda given: (poisoning, max(1, given.kills // 4)),
     "upgrade": lambda given: (upgrading, 1),
 }
+# Members that leave wait for their streams.
+LEAVING = {"drain", "upgrade"}
+FAULTED = "faulted"  # the cluster of FAULTS, in the figures of bills
 # Of a cluster whose second gateway speaks as the previous release does.
 RELEASES = "releases"
 OVERLOAD = "overload"
@@ -116,10 +138,12 @@ async def run(arguments: argparse.Namespace, results: Results, console: Console)
         try:
             async with asyncio.timeout(arguments.timeout) as limit:
                 if faults := {name: FAULTS[name](arguments) for name in chosen if name in FAULTS}:
-                    await _run_faults(Path(folder), faults, arguments, results, say)
+                    await _run_faults(FAULTED, Path(folder), faults, arguments, results, say)
                 if RELEASES in chosen:
                     plan = {RELEASES: (killing(MemberKind.DECODE), max(1, arguments.kills // 4))}
-                    await _run_faults(Path(folder) / RELEASES, plan, arguments, results, say, _of_two_releases)
+                    await _run_faults(
+                        RELEASES, Path(folder) / RELEASES, plan, arguments, results, say, _of_two_releases
+                    )
                 if OVERLOAD in chosen:
                     await overload.measure(Path(folder) / OVERLOAD, arguments.overload_s, arguments.seed, say, results)
         except TimeoutError as error:
@@ -129,6 +153,7 @@ async def run(arguments: argparse.Namespace, results: Results, console: Console)
 
 
 async def _run_faults(
+    cluster: str,
     folder: Path,
     plan: Mapping[str, tuple[Fault, int]],
     arguments: argparse.Namespace,
@@ -137,24 +162,44 @@ async def _run_faults(
     overrides: Callable[[MemberKind, int], dict[str, Any]] = lambda kind, i: {},
 ) -> None:
     prompts = make_prompts(NUM_PROMPTS, arguments.seed)
-    async with fleet(folder, mortal=True, overrides=overrides) as running:
+    values = billed(folder, arguments.streams)
+    async with fleet(folder, mortal=True, overrides=overrides, **values) as running:
         say("asking every prompt once, undisturbed")
         expected = await ask_undisturbed(running, prompts, arguments.max_tokens)
-        for name, (fault, times) in plan.items():
-            client = Client(running.urls, prompts, arguments.max_tokens)
-            load = Load(client, len(prompts), arguments.streams)
+        async with long_streams(running, prompts) as leave:
+            for name, (fault, times) in plan.items():
+                if name in LEAVING:
+                    await leave()
+                client = client_of(running, prompts, arguments.max_tokens)
+                load = Load(client, len(prompts), arguments.streams)
 
-            def tell(what: str, load: Load = load) -> None:
-                say(f"{what}: {len(load.outcomes)} requests")
+                def tell(what: str, load: Load = load) -> None:
+                    say(f"{what}: {len(load.outcomes)} requests")
 
-            def add(row: dict[str, Any], name: str = name) -> None:
-                results.add({"faults": {name: row}})
+                def add(row: dict[str, Any], name: str = name) -> None:
+                    results.add({"faults": {name: row}})
 
-            tell(name)
-            try:
-                await run_fault(running, fault, times, load, expected, random.Random(arguments.seed), tell, add)
-            finally:
-                await client.close()
+                tell(name)
+                try:
+                    await run_fault(running, fault, times, load, expected, random.Random(arguments.seed), tell, add)
+                finally:
+                    await client.close()
+        say("comparing the bills")
+        await compare_bills(running, folder, lambda figures: results.add({"bills": {cluster: figures}}))
+
+
+@asynccontextmanager
+async def long_streams(running: Fleet, prompts: list[str]) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Keep long streams while the block runs, or until it calls the function that it gets."""
+    client = client_of(running, prompts, LONG_TOKENS)
+    streams = LongStreams(client, NUM_LONG_STREAMS)
+    try:
+        yield streams.leave
+    finally:
+        try:
+            await streams.leave()
+        finally:
+            await client.close()
 
 
 def _of_two_releases(kind: MemberKind, i: int) -> dict[str, Any]:
@@ -163,13 +208,16 @@ def _of_two_releases(kind: MemberKind, i: int) -> dict[str, Any]:
 
 def show(results: dict[str, Any], console: Console) -> None:
     table = Table(title="what clients saw")
-    names = ("kills", "requests", "continued", "recomputed", "retried")
+    names = ("kills", "requests", "continued", "recomputed", "retried", "preempted", "refused")
     for column in ("fault", *names, "extra ms"):
         table.add_column(column, justify="left" if column == "fault" else "right")
     for name, row in results.get("faults", {}).items():
         extra = "" if row["extra_ms_p50"] is None else f"{row['extra_ms_p50']:.0f}"
         table.add_row(name, *(str(row[key]) for key in names), extra)
     console.print(table)
+    for cluster, figures in results.get("bills", {}).items():
+        console.print(f"bills of {cluster}: {figures['disagreements']} disagreements")
+        console.print_json(data=figures)
     if overloaded := results.get("overload"):
         console.print(
             f"overload: {overloaded['overload_per_s']} answers/s of {overloaded['capacity_per_s']} at capacity "

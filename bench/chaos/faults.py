@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
+import time
 from collections.abc import Awaitable, Callable
 
 import httpx
 
 from bench.chaos.fleet import Fleet, Process
+from bench.chaos.load import BURSTY, STEADY, Client, raise_failure
 from bench.chaos.member import POISON
+from bench.chaos.receipts import Ending, Receipt
 from bench.results import BenchFailed
 from kvferry.membership.base import MemberKind
 from kvferry.router.engine_losses import MAX_LOSSES
+
+REQUESTS_PER_MINUTE = 6.0  # one at each gateway, and one more each 10 s: fewer than the bursty tenant sends
+REFUSED_WITHIN_S = 20.0
+NUM_IN_CROWD = 128  # more at once than the cluster takes of a tenant
+TOKENS_OF_CROWD = 4
 
 Progress = Callable[[str], None]
 Fault = Callable[[Fleet, random.Random, int, Progress], Awaitable[None]]
@@ -38,7 +47,7 @@ async def hanging(fleet: Fleet, seeded: random.Random, times: int, progress: Pro
         await asyncio.sleep(seeded.uniform(0.2, 1.2))
         victim = seeded.choice(fleet.of(MemberKind.DECODE))
         victim.hang()
-        others = Fleet(fleet.etcd, [process for process in fleet.processes if process is not victim])
+        others = dataclasses.replace(fleet, processes=[each for each in fleet.processes if each is not victim])
         await others.complete()  # the gateways noticed
         await victim.end()
         await fleet.replace(victim)
@@ -67,7 +76,11 @@ async def poisoning(fleet: Fleet, seeded: random.Random, times: int, progress: P
             try:
                 for url in fleet.urls():
                     # The second gateway knows from the first one.
-                    answer = await http.post(f"{url}/v1/completions", json=body)
+                    receipt = Receipt(STEADY, url)
+                    fleet.receipts.append(receipt)
+                    answer = await http.post(f"{url}/v1/completions", json=body, headers=fleet.headers_of(STEADY))
+                    receipt.end(Ending.FAILED)
+                    receipt.answer_id = answer.headers.get("x-request-id", "")
                     if answer.status_code != 500 or answer.json()["error"]["code"] != "request_quarantined":
                         raise BenchFailed(f"poison {i} at {url}: {answer.status_code}: {answer.text}")
                 # An engine's process ends a moment after its requests.
@@ -104,8 +117,42 @@ async def upgrading(fleet: Fleet, seeded: random.Random, times: int, progress: P
         for process in sorted(old, key=lambda process: process.kind is not MemberKind.GATEWAY):
             await process.stop()
             fleet.processes.remove(process)
+            fleet.departed.append(process)
         await fleet.complete()
         progress(f"upgrade {i + 1}/{times}")
+
+
+async def refusing(fleet: Fleet, seeded: random.Random, times: int, progress: Progress) -> None:
+    """Limit the bursty tenant until it is refused, then send a crowd of its requests, more than the cluster takes.
+
+    Clients of refused requests ask again until they have an answer. Raises BenchFailed where none is refused.
+    """
+    for i in range(times):
+        await asyncio.sleep(seeded.uniform(0.2, 1.2))
+        async with fleet.tenants() as admin:
+            await admin.set_limits(BURSTY, {"requests_per_minute": REQUESTS_PER_MINUTE})
+            await _until_refused(fleet)
+            await admin.set_limits(BURSTY, {"requests_per_minute": None})
+        prompts = [f"crowd {seeded.random()}" for _ in range(NUM_IN_CROWD)]
+        crowd = Client(fleet.urls, prompts, TOKENS_OF_CROWD, fleet.tenant_to_headers, fleet.receipts)
+        try:
+            outcomes = await asyncio.gather(*(crowd.ask(prompt, BURSTY) for prompt in range(len(prompts))))
+        finally:
+            await crowd.close()
+        for outcome in outcomes:
+            raise_failure(outcome)
+        if not any(outcome.num_refusals for outcome in outcomes):
+            raise BenchFailed(f"none of {NUM_IN_CROWD} requests at once was refused")
+        progress(f"refuse {i + 1}/{times}")
+
+
+async def _until_refused(fleet: Fleet) -> None:
+    """Wait for a request that is refused from now on. Raises BenchFailed after REFUSED_WITHIN_S."""
+    num_before, ends_s = len(fleet.receipts), time.monotonic() + REFUSED_WITHIN_S
+    while not any(receipt.ending is Ending.REFUSED for receipt in fleet.receipts[num_before:]):
+        if time.monotonic() > ends_s:
+            raise BenchFailed(f"no request over its tenant's limit was refused for {REFUSED_WITHIN_S:g} s")
+        await asyncio.sleep(0.05)
 
 
 def etcd_away(seconds: float) -> Fault:

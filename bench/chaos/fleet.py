@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +18,20 @@ from typing import Any
 
 import httpx
 
+from bench.chaos.load import BURSTY, BURSTY_SHARE, TENANTS, UNDISTURBED_AT_ONCE
+from bench.chaos.receipts import Receipt
 from bench.etcd_server import EtcdServer
 from bench.results import BenchFailed
 from kvferry.addresses import free_port
+from kvferry.config import MembershipConfig
 from kvferry.membership.base import WORKER_KINDS, MemberKind
+from kvferry.membership.etcd import EtcdMembership
+from kvferry.membership.tenant_admin import TenantAdmin
 
 START_TIMEOUT_S = 300.0  # for what hangs
 LOG_CHARS = 2000  # of a process that has ended
+NUM_DECODE = 3  # decode workers, unless a fleet is told otherwise
+SIM_ENGINE = {"kind": "sim", "block_size": 16}
 
 
 @dataclass
@@ -38,6 +46,7 @@ class Process:
     process: asyncio.subprocess.Process | None = None
     ready: bool = False
     num_kills: int = 0
+    kills_s: list[float] = field(default_factory=list)  # when it was killed, since the epoch
 
     @property
     def url(self) -> str:
@@ -69,6 +78,7 @@ class Process:
         assert self.process is not None
         self.ready = False
         self.num_kills += 1
+        self.kills_s.append(time.time())
         self.process.kill()
         await self.process.wait()
 
@@ -107,6 +117,18 @@ class Fleet:
     models: dict[str, Any] = field(
         default_factory=dict
     )  # by member id, of gateways by URL; also of processes that left
+    departed: list[Process] = field(default_factory=list)  # that are not to come back
+    tenant_to_headers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of requests with operator keys
+    receipts: list[Receipt] = field(default_factory=list)  # of every client of this cluster
+
+    def headers_of(self, tenant: str) -> Mapping[str, str]:
+        """Empty in a cluster without tenants."""
+        return self.tenant_to_headers.get(tenant, {})
+
+    @asynccontextmanager
+    async def tenants(self) -> AsyncIterator[TenantAdmin]:
+        async with _tenant_admin(self.etcd) as admin:
+            yield admin
 
     def is_foreign(self, url: str, worker: str) -> bool:
         """Whether the worker has another model than the gateway at `url`."""
@@ -129,15 +151,17 @@ class Fleet:
     async def complete(self, within_s: float = START_TIMEOUT_S) -> None:
         """Wait until every gateway has a link to every worker of its model, and to no other."""
         deadline_s = time.monotonic() + within_s
-        async with httpx.AsyncClient(timeout=5) as http:
+        headers = next(iter(self.tenant_to_headers.values()), {})
+        async with httpx.AsyncClient(timeout=5, headers=headers) as http:
             for process in self.of(MemberKind.GATEWAY):
                 members: set[str] = set()
                 while members != (wanted := self._workers_of(process)):
                     if time.monotonic() > deadline_s:
                         raise BenchFailed(f"{process.url} has links to {members}, not to {wanted}, for {within_s:g} s")
                     with contextlib.suppress(httpx.TransportError):
-                        answer = (await http.get(f"{process.url}/readyz")).json()
-                        members = set(answer["members"])
+                        answer = await http.get(f"{process.url}/readyz")
+                        # One that does not know its tenants yet refuses their keys.
+                        members = set(answer.json().get("members", ()))
                     await asyncio.sleep(0.02)
                 process.ready = True
         for process in self.processes:
@@ -146,6 +170,10 @@ class Fleet:
 
     def _workers_of(self, gateway: Process) -> set[str]:
         return {each.member_id for each in self.workers() if each.config["model"] == gateway.config["model"]}
+
+    async def stop_gateways(self) -> None:
+        """Let them leave, so that all their usage records are written."""
+        await asyncio.gather(*(process.stop() for process in self.of(MemberKind.GATEWAY)))
 
     async def replace(self, process: Process) -> None:
         """What a supervisor does after a death."""
@@ -161,17 +189,74 @@ class Fleet:
         return process
 
 
+def billed(folder: Path, num_streams: int) -> dict[str, Any]:
+    """Return values of a fleet with the tenants of `bench.chaos.load`, and folders for what `bench.chaos.bills` reads.
+
+    The steady tenant's part of `num_streams` fills the slots of NUM_DECODE workers, so that bursts preempt. Raises
+    OSError for a folder that has these already.
+    """
+    work_folder(folder).mkdir(parents=True)
+    num_steady = num_streams - int(num_streams * BURSTY_SHARE)
+    return {
+        "tenants": TENANTS,
+        "work": str(work_folder(folder)),
+        "gateway": {
+            "tenants_in_etcd": True,
+            "usage_dir": str(usage_folder(folder)),
+            "max_queued_requests": num_streams,
+        },
+        # The prompts that are asked undisturbed are of one tenant, which gets no more than half of the places.
+        "worker": {"heartbeat_s": 0.5, "max_requests": max(num_streams, UNDISTURBED_AT_ONCE)},
+        "engine": {**SIM_ENGINE, "max_num_seqs": math.ceil(num_steady / NUM_DECODE)},
+    }
+
+
+def usage_folder(folder: Path) -> Path:
+    """Of all gateways of a billed fleet."""
+    return folder / "usage"
+
+
+def work_folder(folder: Path) -> Path:
+    """Of all workers of a billed fleet."""
+    return folder / "work"
+
+
+@asynccontextmanager
+async def _tenant_admin(etcd: EtcdServer) -> AsyncIterator[TenantAdmin]:
+    membership = EtcdMembership(MembershipConfig(endpoints=[etcd.endpoint]))
+    try:
+        yield TenantAdmin(membership)
+    finally:
+        await membership.close()
+
+
+async def _make_tenants(etcd: EtcdServer, names: Sequence[str]) -> dict[str, dict[str, str]]:
+    tenant_to_headers = {}
+    async with _tenant_admin(etcd) as admin:
+        for name in names:
+            await admin.create(name)
+            # Operators see which workers answered.
+            key = await admin.add_key(name, "chaos", operator=True)
+            if name == BURSTY:
+                await admin.set_contract(name, class_name="premium")
+            tenant_to_headers[name] = {"authorization": f"Bearer {key}"}
+    return tenant_to_headers
+
+
 @asynccontextmanager
 async def fleet(
     folder: Path,
     *,
     prefill: int = 2,
-    decode: int = 3,
+    decode: int = NUM_DECODE,
     gateways: int = 2,
+    tenants: Sequence[str] = (),
     overrides: Callable[[MemberKind, int], dict[str, Any]] = lambda kind, i: {},
     **values: Any,
 ) -> AsyncIterator[Fleet]:
     """A running cluster of sim engines.
+
+    `tenants` are made before gateways start; `values` have to turn `tenants_in_etcd` on then.
 
     `values` are sections of its configuration, and options of `bench.chaos.member`; `overrides` gives those of one
     member, by kind and number.
@@ -180,7 +265,7 @@ async def fleet(
     with EtcdServer(folder / "etcd") as etcd:
         config = {
             "model": {"path": "sim-model", "revision": "r1"},
-            "engine": {"kind": "sim", "block_size": 16},
+            "engine": SIM_ENGINE,
             "membership": {"endpoints": [etcd.endpoint], "lease_ttl_s": 5},
             "prefill": {"replicas": prefill},
             "decode": {"replicas": decode},
@@ -189,7 +274,7 @@ async def fleet(
             **values,
         }
         counts = ((MemberKind.PREFILL, prefill), (MemberKind.DECODE, decode), (MemberKind.GATEWAY, gateways))
-        running = Fleet(etcd)
+        running = Fleet(etcd, tenant_to_headers=await _make_tenants(etcd, tenants))
         for kind, count in counts:
             for i in range(count):
                 port = free_port("127.0.0.1") if kind is MemberKind.GATEWAY else 0

@@ -1,22 +1,38 @@
-"""Streams of completions, each compared with the answer it must give, through a client that retries connections."""
+"""Streams of completions, each compared with the answer it must give, through a client that asks again when it has to.
+
+With tenants there are two: one that has as many streams as it may at all times, and one that comes in bursts, for which
+streams of the first one are preempted.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from bench.chaos.receipts import Ending, Receipt
 from bench.results import BenchFailed
+from kvferry.membership.base import MemberKind
 
 MAX_ATTEMPTS = 8
+MAX_REFUSALS = 60
+MAX_PAUSE_S = 1.0  # after a refusal, whatever `Retry-After` says: limits of a fault end with it
+
+STEADY = "steady"
+BURSTY = "bursty"
+TENANTS = (STEADY, BURSTY)
+BURSTY_SHARE = 1 / 4  # of the streams
+LULL_S = 0.4  # between two bursts
+UNDISTURBED_AT_ONCE = 32  # requests, of the steady tenant
 
 
 @dataclass
@@ -28,11 +44,22 @@ class Outcome:
     error: str = ""
     elapsed_s: float = 0.0
     num_attempts: int = 0
+    num_refusals: int = 0
     url: str = ""  # of the gateway that answered
     record: dict[str, Any] = field(default_factory=dict)
 
     @property
     def continued(self) -> bool:
+        """It went on elsewhere because its decode worker was lost."""
+        lost = self.record.get("lost_workers") or ()
+        return self._has_gone_on and any(worker.startswith(MemberKind.DECODE.value) for worker in lost)
+
+    @property
+    def preempted(self) -> bool:
+        return self._has_gone_on and not self.continued
+
+    @property
+    def _has_gone_on(self) -> bool:
         return bool(self.record.get("continued_after"))
 
     @property
@@ -60,23 +87,37 @@ def make_prompts(count: int, seed: int) -> list[str]:
 
 
 class Client:
-    """Asks one of the gateways that `urls` names; on a broken connection asks another one, from the start."""
+    """Asks one of the gateways that `urls` names; on a broken connection asks another one, from the start.
 
-    def __init__(self, urls: Callable[[], Sequence[str]], prompts: Sequence[str], max_tokens: int) -> None:
+    `tenant_to_headers` is empty for a cluster without tenants. What each request got is added to `receipts`.
+    """
+
+    def __init__(
+        self,
+        urls: Callable[[], Sequence[str]],
+        prompts: Sequence[str],
+        max_tokens: int,
+        tenant_to_headers: Mapping[str, Mapping[str, str]],
+        receipts: list[Receipt],
+    ) -> None:
         self._urls = urls
         self.prompts = list(prompts)
         self.max_tokens = max_tokens
-        self._http = httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
+        self._tenant_to_headers = tenant_to_headers
+        self._receipts = receipts
+        self._http = httpx.AsyncClient(
+            timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        )
         self._turn = 0
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def ask(self, prompt: int) -> Outcome:
+    async def ask(self, prompt: int, tenant: str = STEADY) -> Outcome:
+        """Ask until an answer is whole or has failed. A refused request comes back, MAX_REFUSALS times at most."""
         outcome = Outcome(prompt)
         started_s = time.perf_counter()
-        while outcome.num_attempts < MAX_ATTEMPTS:
-            outcome.num_attempts += 1
+        while outcome.num_attempts < MAX_ATTEMPTS and outcome.num_refusals < MAX_REFUSALS:
             urls = self._urls()
             if not urls:
                 outcome.error = "no gateway takes requests"
@@ -84,16 +125,33 @@ class Client:
             self._turn += 1
             outcome.text = ""
             outcome.url = urls[self._turn % len(urls)]
+            receipt = Receipt(tenant, outcome.url)
+            self._receipts.append(receipt)
             try:
-                outcome.error = await self._stream(outcome.url, outcome)
+                outcome.num_attempts += 1
+                outcome.error = await self._stream(outcome, receipt)
+                receipt.end(Ending.FAILED if outcome.error else Ending.WHOLE)
                 break
             except httpx.TransportError as error:
+                receipt.end(Ending.CUT)
                 outcome.error = f"{type(error).__name__} after {outcome.num_attempts} attempts"
+            except _Refused as refused:
+                receipt.end(Ending.REFUSED)
+                outcome.num_attempts -= 1
+                outcome.num_refusals += 1
+                outcome.error = f"{refused} after {outcome.num_refusals} refusals"
+                await asyncio.sleep(min(refused.retry_after_s, MAX_PAUSE_S))
+            except asyncio.CancelledError:
+                receipt.end(Ending.LEFT)
+                raise
         outcome.elapsed_s = time.perf_counter() - started_s
         return outcome
 
-    async def _stream(self, url: str, outcome: Outcome) -> str:
-        """Fill in the outcome; what the server said went wrong, if anything. Raises for a broken connection."""
+    async def _stream(self, outcome: Outcome, receipt: Receipt) -> str:
+        """Fill in both; return what the server said went wrong, if anything.
+
+        Raises httpx.TransportError for a broken connection, and _Refused for a 429.
+        """
         body = {
             "model": "sim-model",
             "prompt": self.prompts[outcome.prompt],
@@ -101,13 +159,18 @@ class Client:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True},
         }
         # Through both kinds of workers, whatever it costs: a fault of either must be able to hit it.
-        headers = {"x-kvferry-debug": "disaggregate"}
-        request = self._http.stream("POST", f"{url}/v1/completions", json=body, headers=headers)
+        headers = {"x-kvferry-debug": "disaggregate", **self._tenant_to_headers.get(receipt.tenant, {})}
+        request = self._http.stream("POST", f"{receipt.url}/v1/completions", json=body, headers=headers)
         async with request as answer:
+            receipt.answer_id = answer.headers.get("x-request-id", "")
             if answer.status_code != 200:
-                return f"{answer.status_code}: {(await answer.aread()).decode()[:200]}"
+                text = f"{answer.status_code}: {(await answer.aread()).decode()[:200]}"
+                if answer.status_code == 429:
+                    raise _Refused(text, float(answer.headers["retry-after"]))
+                return text
             async for line in answer.aiter_lines():
                 if not line.startswith("data: "):
                     continue  # empty, or a comment
@@ -116,18 +179,35 @@ class Client:
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     return f"event: {event['error']['message']}"
-                outcome.text += "".join(choice["text"] for choice in event["choices"])
+                text = "".join(choice["text"] for choice in event["choices"])
+                outcome.text += text
+                # A word is a token: of an answer that is cut this is all that its client knows.
+                receipt.token_times_s.extend([time.time()] * len(text.split()))
                 outcome.record = event.get("kvferry") or outcome.record
+                if usage := event.get("usage"):
+                    receipt.num_prompt_tokens = usage["prompt_tokens"]
+                    receipt.num_generated = usage["completion_tokens"]
         return "the stream ended without [DONE]"
+
+
+class _Refused(Exception):
+    def __init__(self, text: str, retry_after_s: float) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
 
 
 @dataclass
 class Load:
-    """Closed loop: as many requests at a time as there are streams, until told to stop."""
+    """Closed loop: as many requests at a time as there are streams, until told to stop.
+
+    With tenants, BURSTY_SHARE of the streams are of the bursty one: they ask all at once, and again LULL_S after the
+    last one has its answer.
+    """
 
     client: Client
     num_prompts: int
     num_streams: int
+    has_tenants: bool = True
     outcomes: list[Outcome] = field(default_factory=list)
 
     @asynccontextmanager
@@ -137,20 +217,60 @@ class Load:
         Raises an ExceptionGroup with a BenchFailed, and cancels the block, at the first request that fails.
         """
         stopping = asyncio.Event()
+        num_bursty = int(self.num_streams * BURSTY_SHARE) if self.has_tenants else 0
 
         async def stream(first: int) -> None:
             prompt = first
             while not stopping.is_set():
-                outcome = await self.client.ask(prompt % self.num_prompts)
-                raise_failure(outcome)
-                self.outcomes.append(outcome)
+                await self._ask(prompt, STEADY)
                 prompt += self.num_streams
 
+        async def bursts() -> None:
+            first = self.num_streams - num_bursty
+            while not stopping.is_set():
+                await asyncio.gather(*(self._ask(first + i, BURSTY) for i in range(num_bursty)))
+                first += self.num_streams
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LULL_S):
+                        await stopping.wait()
+
         async with asyncio.TaskGroup() as streams:
-            for i in range(self.num_streams):
+            for i in range(self.num_streams - num_bursty):
                 streams.create_task(stream(i))
+            if num_bursty:
+                streams.create_task(bursts())
             yield
             stopping.set()
+
+    async def _ask(self, prompt: int, tenant: str) -> None:
+        outcome = await self.client.ask(prompt % self.num_prompts, tenant)
+        raise_failure(outcome)
+        self.outcomes.append(outcome)
+
+
+class LongStreams:
+    """Streams of the steady tenant that go on for longer than a gateway may lose of them when it is killed.
+
+    On a broken connection they begin anew. `leave` closes their connections, as clients do that have enough.
+    """
+
+    def __init__(self, client: Client, num_streams: int) -> None:
+        self._tasks = [asyncio.create_task(self._go_on(client, prompt)) for prompt in range(num_streams)]
+
+    async def _go_on(self, client: Client, prompt: int) -> None:
+        while True:
+            outcome = await client.ask(prompt)
+            if outcome.error and outcome.num_attempts != MAX_ATTEMPTS:
+                raise_failure(outcome)
+
+    async def leave(self) -> None:
+        """Idempotent. Raises BenchFailed where a stream has failed."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
 
 
 def raise_failure(outcome: Outcome) -> None:
@@ -161,7 +281,7 @@ def raise_failure(outcome: Outcome) -> None:
 
 def summarize(outcomes: Sequence[Outcome], kills: int) -> dict[str, Any]:
     """The row of one fault. `extra_ms_p50` compares requests that it touched with those that it did not."""
-    calm_s = [outcome.elapsed_s for outcome in outcomes if not outcome.affected]
+    calm_s = [outcome.elapsed_s for outcome in outcomes if not (outcome.affected or outcome.preempted)]
     touched_s = [outcome.elapsed_s for outcome in outcomes if outcome.affected]
     extra_ms = None
     if calm_s and touched_s:
@@ -172,6 +292,8 @@ def summarize(outcomes: Sequence[Outcome], kills: int) -> dict[str, Any]:
         "continued": sum(outcome.continued for outcome in outcomes),
         "recomputed": sum(outcome.recomputed for outcome in outcomes),
         "retried": sum(outcome.num_attempts > 1 for outcome in outcomes),
+        "preempted": sum(outcome.preempted for outcome in outcomes),
+        "refused": sum(outcome.num_refusals > 0 for outcome in outcomes),
         "extra_ms_p50": extra_ms,
     }
 

@@ -1,9 +1,10 @@
 """One worker or gateway as a process of its own: `python -m bench.chaos.member KIND PORT CONFIG`, CONFIG as JSON.
 
 What a Serve replica does, without Serve: a test kills and starts these a hundred times. Prints one line once it serves
-and goes on until it is killed, or ends itself when its engine dies. CONFIG may have two options beside the sections of
-a configuration: with `mortal: true` an engine dies of a prompt with the word POISON, and with `release: previous` the
-process says and sends no more than the release before versions of the protocol.
+and goes on until it is killed, or ends itself when its engine dies. CONFIG may have three options beside the sections
+of a configuration: with `mortal: true` an engine dies of a prompt that begins with POISON, with `work: FOLDER` a worker
+writes there what its engine computes (`bench.chaos.work`), and with `release: previous` the process says and sends no
+more than the release before versions of the protocol.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import logging
 import signal
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+from bench.chaos.work import WorkFile
 from kvferry import config as configuration
 from kvferry.engine.base import EngineOutput, EngineRequest
 from kvferry.engine.sim import SimEngine
@@ -32,12 +35,13 @@ POISON = "poison"
 
 
 def make_mortal(engine: SimEngine) -> None:
-    """Let the engine die of a prompt with POISON."""
+    """Let the engine die of a prompt that begins with POISON."""
     (poison,) = SimTokenizer().encode(POISON)
     generate = engine.generate
 
     def generate_or_die(request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        if poison in list(request.prompt_token_ids):
+        # Behind the marker of the beginning. Further on it may be a token of an answer that goes on.
+        if poison in list(request.prompt_token_ids[:2]):
             engine.kill()
         return generate(request)
 
@@ -52,7 +56,7 @@ def be_previous_release() -> None:
 async def run(kind: MemberKind, port: int, values: dict[str, object]) -> None:
     if values.pop("release", "") == "previous":
         be_previous_release()
-    is_mortal = values.pop("mortal", False)
+    is_mortal, work = values.pop("mortal", False), values.pop("work", None)
     asked_to_stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked_to_stop.set)
     config = configuration.parse(values)
@@ -75,6 +79,8 @@ async def run(kind: MemberKind, port: int, values: dict[str, object]) -> None:
         assert isinstance(engine, SimEngine)
         make_mortal(engine)
     worker = WorkerHost(config, kind, engine, membership)
+    if work is not None:
+        WorkFile(Path(str(work)), worker.worker_id).record(engine)
     await worker.start()
     print(json.dumps({"member_id": worker.worker_id}), flush=True)
     try:

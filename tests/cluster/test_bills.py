@@ -10,6 +10,7 @@ import grpc
 import httpx
 import pytest
 
+from kvferry.engine.sim.step_loop import Faults
 from kvferry.gateway.usage_totals import totals
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.membership.base import MemberKind
@@ -139,6 +140,29 @@ async def test_what_a_client_got_before_it_left_is_billed(tmp_path: Path) -> Non
     assert (outcome, num_requests, num_prompt, num_cached) == ("cancelled", 1, NUM_PROMPT_TOKENS, 0)
     assert isinstance(num_generated, int)
     assert num_generated >= 20
+
+
+async def test_what_a_prefill_worker_found_cached_is_billed_so_where_no_output_came(tmp_path: Path) -> None:
+    """Its client left while it waited for the decode worker: its prompt was billed as if all of it was computed."""
+    async with (
+        running(prefill=1, decode=1, gateway=in_records(tmp_path)) as cluster,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
+    ):
+        gateway = cluster.gateway
+        assert gateway is not None
+        headers = {**bearer(await tenant_with_key(cluster, "acme")), "x-kvferry-debug": "disaggregate"}
+        assert (await http.post("/v1/completions", json={**ASKED, "max_tokens": 2}, headers=headers)).status_code == 200
+        (decode,) = cluster.engines(MemberKind.DECODE)
+        decode.faults = Faults(stalled=True)
+        waiting = asyncio.create_task(http.post("/v1/completions", json={**ASKED, "max_tokens": 3}, headers=headers))
+        await until(lambda: any(use.prompt_tokens for use in gateway.admission.unfinished_uses()))
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await until(lambda: not gateway.admission.num_in_flight)
+    by_outcome = {row[0]: row[1:] for row in rows(tmp_path)}
+    block_size = decode.info.block_size
+    num_cached = (NUM_PROMPT_TOKENS - 1) // block_size * block_size
+    assert by_outcome == {"ok": (1, NUM_PROMPT_TOKENS, 0, 2), "cancelled": (1, NUM_PROMPT_TOKENS, num_cached, 0)}
 
 
 async def test_texts_that_are_refused_and_tokenized_count_against_limits() -> None:

@@ -137,6 +137,11 @@ class RequestPlacer:
         """The worker refused the attempt: without news of room it would again."""
         self._was_full = True
 
+    @property
+    def _has_begun(self) -> bool:
+        """Whether its client has part of the answer, or a worker was lost with it: it goes before new requests."""
+        return bool(self._answer.token_ids or self.losses.workers)
+
     @functools.cached_property
     def digest(self) -> bytes:
         return digest_of(self._answer.request)
@@ -149,7 +154,9 @@ class RequestPlacer:
         router = self._router
         attempt: Attempt | None = None
         must_wait, self._was_full = self._was_full, False
-        if not must_wait and (not self.queue.num_before(request.turn) or self.losses.workers):
+        if self._has_begun:
+            self._queue_ends_s = None  # an answer that is preempted waits anew
+        if not must_wait and (not self.queue.num_before(request.turn) or self._has_begun):
             attempt = await self._reserve(request)
         while attempt is None:
             if self.losses.is_suspect and router.losses.has_trials:
@@ -196,7 +203,7 @@ class RequestPlacer:
         None when workers went away meanwhile. Raises Overloaded.
         """
         queue, error = self.queue, self.last_error
-        waiter = queue.enter(self._line_ends_s(request), request.turn, is_resumed=bool(self.losses.workers))
+        waiter = queue.enter(self._line_ends_s(request), request.turn, is_resumed=self._has_begun)
         try:
             while True:
                 await waiter.turn()

@@ -41,7 +41,7 @@ class RequestRecord(msgspec.Struct):
     continued_after: list[int] = msgspec.field(default_factory=list)
     num_preemptions: int = 0
     has_output: bool = False
-    num_cached_tokens: int = 0  # prompt tokens that no worker had to compute for the attempt that gave the first output
+    num_cached_at_first: int = 0  # prompt tokens that no worker computed for the attempt that gave the first output
     placements: Sequence[Placement] = ()  # every decision about it, the last few
     trace: Span | None = None  # of the whole request, where it is traced: what is done for it are its children
 
@@ -49,6 +49,13 @@ class RequestRecord(msgspec.Struct):
     def is_computed(self) -> bool:
         # Whether a worker is known to have computed, or taken, the prompt.
         return self.has_output or self.prefill_worker is not None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that no worker had to compute; before the first output, those that the prefill worker had."""
+        if self.has_output:
+            return self.num_cached_at_first
+        return self.prefill_sources.total - self.prefill_sources.local_compute
 
     def note_first_output(self, sources: PromptSources | None) -> None:
         # Later attempts find the prompt cached that the first one computed.
@@ -58,7 +65,7 @@ class RequestRecord(msgspec.Struct):
 
     def _count_cached(self, sources: PromptSources) -> None:
         moved = min(self.prefill_sources.local_compute, sources.external_kv_transfer)
-        self.num_cached_tokens = max(0, sources.total - sources.local_compute - moved)
+        self.num_cached_at_first = max(0, sources.total - sources.local_compute - moved)
 
     def note_placement(self, placement: Placement, took_ns: int) -> None:
         self.placements = (*self.placements[-(MAX_PLACEMENTS - 1) :], placement)
