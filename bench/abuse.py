@@ -88,6 +88,7 @@ ATTACKS: Mapping[str, Attack] = {
             Loop("seed", STREAM_CONNECTIONS, bodies.seeded_stream, 0.1),
             Loop("penalty", STREAM_CONNECTIONS, bodies.penalized_stream, 0.1),
         ],
+        innocent=bodies.stream,
     ),
     "grammars": Attack(
         f"costly grammars, each another one, over {2 * GRAMMAR_CONNECTIONS} connections",
@@ -111,7 +112,7 @@ ATTACKS: Mapping[str, Attack] = {
         f"texts that do not fit into {bodies.CONTEXT:,} tokens over {TEXT_CONNECTIONS} connections",
         [Loop("text", TEXT_CONNECTIONS, bodies.hostile_text, 0.1)],
         innocent=bodies.text,
-        rate_per_s=10.0,
+        rate_per_s=5.0,
         needs_renderer=True,
     ),
 }

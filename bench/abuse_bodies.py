@@ -27,8 +27,11 @@ HOSTILE_IMAGE_PIXELS = 4000  # each way: about gateway.images.max_pixels
 
 PROMPT_TOKENS = 32
 ANSWER_TOKENS = 16
+STREAM_ANSWER_TOKENS = 128  # 26 streams at once, of 20 that begin in a second: more than the slots kept free for others
 TEXT_CHARS = 3000  # more than 2,000 wait for the line of texts
 IMAGE_PIXELS = 64
+_NOUNS = ("river", "engine", "window", "garden", "letter", "market", "winter", "bridge", "teacher", "mountain", "paper")
+_VERBS = ("carries", "opens", "follows", "answers", "holds", "leaves", "turns")
 
 
 def completion(prompt: str | list[str], max_tokens: int, **more: Any) -> dict[str, Any]:
@@ -43,6 +46,10 @@ def short(number: int) -> dict[str, Any]:
     return completion(prompt, ANSWER_TOKENS, stream=True)
 
 
+def stream(number: int) -> dict[str, Any]:
+    return short(number) | {"max_tokens": STREAM_ANSWER_TOKENS}
+
+
 def small_grammar(number: int) -> dict[str, Any]:
     name = f"p{_unique(number)}"
     schema = {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
@@ -50,7 +57,7 @@ def small_grammar(number: int) -> dict[str, Any]:
 
 
 def text(number: int) -> dict[str, Any]:
-    return completion(_words(number, TEXT_CHARS), ANSWER_TOKENS, stream=True)
+    return completion(f"{_unique(number)} {_words(TEXT_CHARS)}", ANSWER_TOKENS, stream=True)
 
 
 def small_image(number: int) -> dict[str, Any]:
@@ -110,7 +117,8 @@ def many_objects(number: int) -> dict[str, Any]:
 
 
 def hostile_text(number: int) -> dict[str, Any]:
-    return completion(_words(number, HOSTILE_TEXT_CHARS), 1)
+    """Return a text with a token for each character."""
+    return completion(f"{_unique(number)} {_digits(HOSTILE_TEXT_CHARS)}", 1)
 
 
 def hostile_image(number: int) -> dict[str, Any]:
@@ -121,16 +129,14 @@ def _unique(number: int) -> str:
     return f"{os.getpid()}x{number}"
 
 
-def _words(number: int, num_chars: int) -> str:
-    # Numbers have a token for each digit, and are no text that a tokenizer has kept.
-    words = (str((number + 1) * (i + 7) * 7919 % 1_000_003) for i in range(num_chars // 2))
-    taken, length = [_unique(number)], 0
-    for word in words:
-        taken.append(word)
-        length += len(word) + 1
-        if length >= num_chars:
-            break
-    return " ".join(taken)[:num_chars]
+@functools.cache
+def _words(num_chars: int) -> str:
+    return " ".join(f"{_NOUNS[i % len(_NOUNS)]} {_VERBS[i % len(_VERBS)]}" for i in range(num_chars // 8))[:num_chars]
+
+
+@functools.cache
+def _digits(num_chars: int) -> str:
+    return "".join(str(i * 7919) for i in range(num_chars))[:num_chars]
 
 
 def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
