@@ -28,7 +28,8 @@ HOSTILE_IMAGE_PIXELS = 4000  # each way: about gateway.images.max_pixels
 PROMPT_TOKENS = 32
 ANSWER_TOKENS = 16
 STREAM_ANSWER_TOKENS = 128  # 26 streams at once, of 20 that begin in a second: more than the slots kept free for others
-TEXT_CHARS = 3000  # more than 2,000 wait for the line of texts
+QUESTION_CHARS = 1800  # about 400 tokens
+TEXT_CHARS = 3000  # texts of more than 2,000 characters need the line of texts
 IMAGE_PIXELS = 64
 _NOUNS = ("river", "engine", "window", "garden", "letter", "market", "winter", "bridge", "teacher", "mountain", "paper")
 _VERBS = ("carries", "opens", "follows", "answers", "holds", "leaves", "turns")
@@ -53,7 +54,7 @@ def stream(number: int) -> dict[str, Any]:
 def small_grammar(number: int) -> dict[str, Any]:
     name = f"p{_unique(number)}"
     schema = {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
-    return {**short(number), **_json_schema(schema)}
+    return completion(_question(number), ANSWER_TOKENS, stream=True, **_json_schema(schema))
 
 
 def text(number: int) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def text(number: int) -> dict[str, Any]:
 
 
 def small_image(number: int) -> dict[str, Any]:
-    return _chat_with_image(number, IMAGE_PIXELS)
+    return _chat_with_image(number, IMAGE_PIXELS, _question(number))
 
 
 # --- Attacks.
@@ -122,11 +123,15 @@ def hostile_text(number: int) -> dict[str, Any]:
 
 
 def hostile_image(number: int) -> dict[str, Any]:
-    return {**_chat_with_image(number, HOSTILE_IMAGE_PIXELS), "cache_salt": _unique(number)}
+    return {**_chat_with_image(number, HOSTILE_IMAGE_PIXELS, "What is it?"), "cache_salt": _unique(number)}
 
 
 def _unique(number: int) -> str:
     return f"{os.getpid()}x{number}"
+
+
+def _question(number: int) -> str:
+    return f"{_unique(number)} {_words(QUESTION_CHARS)}"
 
 
 @functools.cache
@@ -143,9 +148,9 @@ def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
 
 
-def _chat_with_image(number: int, pixels: int) -> dict[str, Any]:
+def _chat_with_image(number: int, pixels: int, question: str) -> dict[str, Any]:
     url = "data:image/png;base64," + base64.b64encode(png(pixels, _unique(number))).decode()
-    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": url}}]
+    parts = [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": url}}]
     return {
         "model": MODEL,
         "messages": [{"role": "user", "content": parts}],

@@ -214,7 +214,12 @@ def ttft_ms(requests: Sequence[Request], part: float) -> float:
 
 
 def p90_ms(requests: Sequence[Request], *, whole: bool = False) -> float:
-    """Return the 90th percentile of the times to first token, or of `whole` answers; GIVE_UP_S where there is none."""
+    """Return the 90th percentile of the times to first token, or to the end of `whole` answers.
+
+    A request without a whole answer counts with GIVE_UP_S. Raises ValueError without any request.
+    """
+    if not requests:
+        raise ValueError("no request was due: the windows are too short")
     times_s = sorted(
         GIVE_UP_S if each.status != 200 else each.ended_s - each.due_s if whole else each.ttft_s for each in requests
     )
