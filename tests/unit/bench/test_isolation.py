@@ -104,7 +104,8 @@ def test_the_worst_attack_is_the_result() -> None:
     result = result_of(pairs, [good(0.5), good(1.5), good(2.5), good(3.5), refused(3.6)])
     assert result["falls"] == {"mild": 0.0, "bad": 0.5}
     assert result["goodput_fall_max"] == 0.5
-    assert result["p90_vs_alone_mild"] == 1.0
+    assert (result["p90_vs_alone_mild"], result["answer_p90_vs_alone_mild"]) == (1.0, 1.0)
+    assert result["answer_p90_vs_alone_bad"] == pytest.approx(1e3 * GIVE_UP_S / 200)
     assert result["p90_vs_alone_bad"] == pytest.approx(1e3 * GIVE_UP_S / 100)
     assert result["p90_ms"]["mild"] == {"ttft": [100.0, 100.0], "answer": [200.0, 200.0]}
     assert result["attacks"] == {"mild": {"small": {"sent": 1}}, "bad": {}}
