@@ -31,6 +31,7 @@ STREAM_CONNECTIONS = 80  # of each kind: together more than the slots of two dec
 GRAMMAR_CONNECTIONS = 48  # of each kind: together more than have turns and wait at a gateway
 IMAGE_CONNECTIONS = 96
 TEXT_CONNECTIONS = 128
+RETRY_S = 1.0  # as Retry-After asks for: more often would be a flood of bodies, which is another attack
 TRICKLES = 1024
 TRICKLE_BYTE_S = 1.0  # between two bytes of a connection
 TRICKLE_BODY_BYTES = 4096
@@ -59,7 +60,8 @@ class Attack:
     limits: Mapping[str, float | None] = field(default_factory=dict)
     path: str = PATH  # of all their requests
     innocent: Body = bodies.short
-    rate_per_s: float = 20.0  # of the innocent: 4 of the 128 streams that two decode workers have
+    # Of the innocent: 4 of the 128 streams that two decode workers have, or a part of one turn of a line.
+    rate_per_s: float = 20.0
     needs_renderer: bool = False
 
 
@@ -93,24 +95,24 @@ ATTACKS: Mapping[str, Attack] = {
     "grammars": Attack(
         f"costly grammars, each another one, over {2 * GRAMMAR_CONNECTIONS} connections",
         [
-            Loop("refused grammar", GRAMMAR_CONNECTIONS, bodies.many_patterns, 0.1),
-            Loop("grammar", GRAMMAR_CONNECTIONS, bodies.many_objects, 0.1),
+            Loop("refused grammar", GRAMMAR_CONNECTIONS, bodies.many_patterns, RETRY_S),
+            Loop("grammar", GRAMMAR_CONNECTIONS, bodies.many_objects, RETRY_S),
         ],
         innocent=bodies.small_grammar,
-        rate_per_s=5.0,
+        rate_per_s=3.0,
         needs_renderer=True,
     ),
     "images": Attack(
         f"images of {bodies.HOSTILE_IMAGE_PIXELS:,}^2 pixels, each with a salt, over {IMAGE_CONNECTIONS} connections",
-        [Loop("image", IMAGE_CONNECTIONS, bodies.hostile_image, 0.1)],
+        [Loop("image", IMAGE_CONNECTIONS, bodies.hostile_image, RETRY_S)],
         path=CHAT_PATH,
         innocent=bodies.small_image,
-        rate_per_s=3.0,
+        rate_per_s=1.5,
         needs_renderer=True,
     ),
     "rendering": Attack(
         f"texts that do not fit into {bodies.CONTEXT:,} tokens over {TEXT_CONNECTIONS} connections",
-        [Loop("text", TEXT_CONNECTIONS, bodies.hostile_text, 0.1)],
+        [Loop("text", TEXT_CONNECTIONS, bodies.hostile_text, RETRY_S)],
         innocent=bodies.text,
         rate_per_s=5.0,
         needs_renderer=True,

@@ -118,8 +118,7 @@ def many_objects(number: int) -> dict[str, Any]:
 
 
 def hostile_text(number: int) -> dict[str, Any]:
-    """Return a text with a token for each character."""
-    return completion(f"{_unique(number)} {_digits(HOSTILE_TEXT_CHARS)}", 1)
+    return completion(f"{_unique(number)} {_words(HOSTILE_TEXT_CHARS)}", 1)
 
 
 def hostile_image(number: int) -> dict[str, Any]:
@@ -136,12 +135,7 @@ def _question(number: int) -> str:
 
 @functools.cache
 def _words(num_chars: int) -> str:
-    return " ".join(f"{_NOUNS[i % len(_NOUNS)]} {_VERBS[i % len(_VERBS)]}" for i in range(num_chars // 8))[:num_chars]
-
-
-@functools.cache
-def _digits(num_chars: int) -> str:
-    return "".join(str(i * 7919) for i in range(num_chars))[:num_chars]
+    return " ".join(f"{_NOUNS[i % len(_NOUNS)]} {_VERBS[i % len(_VERBS)]}" for i in range(num_chars))[:num_chars]
 
 
 def _json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:

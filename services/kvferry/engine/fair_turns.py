@@ -29,14 +29,14 @@ class _Tenant:
 
 
 class FairTurns:
-    """The next turn is for the tenant whose turns took the least time; each tenant's line keeps its order.
+    """The next turn is for the tenant whose turns took the least time; a tenant's line keeps its order.
 
-    A tenant that comes back has as much time behind it as the one that had the last turn (start-time fair queueing).
-    While others came within _SEEN_S, a tenant has all turns but one at most: they need not wait for its work to end.
+    While others came within _SEEN_S, a tenant has all turns but one at most.
     """
 
     # A single line would be one tenant's who fills it again and again. Turns by number would give one whose work takes
-    # long nearly all the time.
+    # long nearly all the time. One that was away has as much behind it as the last that had a turn (start-time fair
+    # queueing).
 
     def __init__(self, num_turns: int, max_waiting: int, complaint: str) -> None:
         """`complaint` is Overloaded's."""
@@ -93,7 +93,7 @@ class FairTurns:
             raise
 
     def end(self, tenant: TenantName, took_s: float) -> None:
-        """Give a turn back that took so long, for the first of the next line."""
+        """Give a turn back."""
         known = self._tenants[tenant]
         known.num_running -= 1
         known.had_s += max(0.0, took_s - _LEAST_TURN_S)
