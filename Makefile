@@ -110,7 +110,7 @@ bench-neighbours: $(STAMP) ## Measure what the worst bodies of one client do to 
 bench-fairness: $(STAMP) ## Measure shares of tenants on a live cluster of simulated engines; the last line is JSON
 	@$(BIN)/python -m bench.fairness $(ARGS)
 
-bench-isolation: $(STAMP) ## Measure what the abuse of one tenant costs another one (4 minutes); the last line is JSON
+bench-isolation: $(STAMP) ## Measure what the abuse of one tenant costs another one (9 minutes); the last line is JSON
 	@$(BIN)/python -m bench.isolation $(ARGS)
 
 bench-fair-queue: $(STAMP) ## Drift of tenants in random schedules of the fair queue, and simulated clusters; the last line is JSON

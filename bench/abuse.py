@@ -9,32 +9,32 @@ import os
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from bench import abuse_bodies as bodies
+from bench.abuse_bodies import Body
 from bench.gateway import say, told_to_end
-from bench.live_cluster import MODEL
 from bench.raw_http import Connection, post_head, post_request
 
 PATH = "/v1/completions"
+CHAT_PATH = "/v1/chat/completions"
 NICENESS = 19
 
 MOST_CHOICES = 512  # of a request
 # Half of a gateway's 1,024 minus room for what others have in flight: of more than is left for others none is admitted.
 ADMITTED_CHOICES = 448
-MAX_N = 128  # choices of one prompt
-CHOICE_TOKENS = 1024  # they hold their slots of the batch for a window
 FLOOD_CONNECTIONS = 64
 LONG_CONNECTIONS = 96  # more than its limit of choices
-LONG_PROMPT_TOKENS = 4000
-LONG_ANSWER_TOKENS = 512
 LONG_LIMITS = {"tokens_per_minute": 1_200_000.0, "max_choices": 64}
+STREAM_CONNECTIONS = 80  # of each kind: together more than the slots of two decode workers
+GRAMMAR_CONNECTIONS = 48  # of each kind: together more than have turns and wait at a gateway
+IMAGE_CONNECTIONS = 96
+TEXT_CONNECTIONS = 128
+RETRY_S = 1.0  # as Retry-After asks for: more often would be a flood of bodies, which is another attack
 TRICKLES = 1024
 TRICKLE_BYTE_S = 1.0  # between two bytes of a connection
 TRICKLE_BODY_BYTES = 4096
-
-Body = Callable[[int], Mapping[str, Any]]  # of the request with this number
 
 
 @dataclass(frozen=True)
@@ -49,49 +49,73 @@ class Loop:
 
 @dataclass(frozen=True)
 class Attack:
-    """What a tenant does for the whole time of a window. `limits` are those that its operator has set."""
+    """What a tenant does for the whole time of a window, and what an innocent tenant sends meanwhile.
+
+    `limits` are those that its operator has set. Those that `needs_renderer` are for lines of the real renderer.
+    """
 
     shown: str
     loops: Sequence[Loop] = ()
     num_trickles: int = 0
     limits: Mapping[str, float | None] = field(default_factory=dict)
-
-
-def _completion(prompt: str | list[str], max_tokens: int, **more: Any) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
-
-
-def _choices(num_choices: int) -> Body:
-    def body(number: int) -> dict[str, Any]:
-        prompts = [f"{number} choices {i}" for i in range(num_choices // MAX_N + (num_choices % MAX_N > 0))]
-        return _completion(prompts, CHOICE_TOKENS, n=num_choices // len(prompts), stream=True)
-
-    return body
-
-
-def _long(number: int) -> dict[str, Any]:
-    words = " ".join(f"w{i}" for i in range(LONG_PROMPT_TOKENS - 1))
-    return _completion(f"{os.getpid()}-{number} {words}", LONG_ANSWER_TOKENS, stream=True)
+    path: str = PATH  # of all their requests
+    innocent: Body = bodies.short
+    # Of the innocent: 4 of the 128 streams that two decode workers have, or a part of one turn of a line.
+    rate_per_s: float = 20.0
+    needs_renderer: bool = False
 
 
 ATTACKS: Mapping[str, Attack] = {
     "choices": Attack(
         f"requests of {ADMITTED_CHOICES} and {MOST_CHOICES} choices",
         [
-            Loop(f"{ADMITTED_CHOICES} choices", 2, _choices(ADMITTED_CHOICES), 0.05),
-            Loop(f"{MOST_CHOICES} choices", 2, _choices(MOST_CHOICES), 0.05),
-            Loop(f"n={MOST_CHOICES}", 2, lambda _: _completion("one prompt", CHOICE_TOKENS, n=MOST_CHOICES), 0.05),
+            Loop(f"{ADMITTED_CHOICES} choices", 2, bodies.choices(ADMITTED_CHOICES), 0.05),
+            Loop(f"{MOST_CHOICES} choices", 2, bodies.choices(MOST_CHOICES), 0.05),
+            Loop(f"n={MOST_CHOICES}", 2, bodies.one_prompt(MOST_CHOICES), 0.05),
         ],
     ),
     "trickle": Attack(f"{TRICKLES:,} bodies, a byte each {TRICKLE_BYTE_S:g} s", num_trickles=TRICKLES),
     "flood": Attack(
         f"small requests over {FLOOD_CONNECTIONS} connections",
-        [Loop("small", FLOOD_CONNECTIONS, lambda number: _completion(f"{number} a b c d e f g", 1))],
+        [Loop("small", FLOOD_CONNECTIONS, bodies.tiny)],
     ),
     "long": Attack(
-        f"{LONG_PROMPT_TOKENS:,} tokens of prompt, {LONG_ANSWER_TOKENS} of answer, at its limit",
-        [Loop("long", LONG_CONNECTIONS, _long, 0.1)],
+        f"{bodies.LONG_PROMPT_TOKENS:,} tokens of prompt, {bodies.LONG_ANSWER_TOKENS} of answer, at its limit",
+        [Loop("long", LONG_CONNECTIONS, bodies.long, 0.1)],
         limits=LONG_LIMITS,
+    ),
+    "streams": Attack(
+        f"{2 * STREAM_CONNECTIONS} streams of {bodies.STREAM_TOKENS:,} tokens with a seed or a penalty",
+        [
+            Loop("seed", STREAM_CONNECTIONS, bodies.seeded_stream, 0.1),
+            Loop("penalty", STREAM_CONNECTIONS, bodies.penalized_stream, 0.1),
+        ],
+        innocent=bodies.stream,
+    ),
+    "grammars": Attack(
+        f"costly grammars, each another one, over {2 * GRAMMAR_CONNECTIONS} connections",
+        [
+            Loop("refused grammar", GRAMMAR_CONNECTIONS, bodies.many_patterns, RETRY_S),
+            Loop("grammar", GRAMMAR_CONNECTIONS, bodies.many_objects, RETRY_S),
+        ],
+        innocent=bodies.small_grammar,
+        rate_per_s=3.0,
+        needs_renderer=True,
+    ),
+    "images": Attack(
+        f"images of {bodies.HOSTILE_IMAGE_PIXELS:,}^2 pixels, each with a salt, over {IMAGE_CONNECTIONS} connections",
+        [Loop("image", IMAGE_CONNECTIONS, bodies.hostile_image, RETRY_S)],
+        path=CHAT_PATH,
+        innocent=bodies.small_image,
+        rate_per_s=1.5,
+        needs_renderer=True,
+    ),
+    "rendering": Attack(
+        f"texts that do not fit into {bodies.CONTEXT:,} tokens over {TEXT_CONNECTIONS} connections",
+        [Loop("text", TEXT_CONNECTIONS, bodies.hostile_text, RETRY_S)],
+        innocent=bodies.text,
+        rate_per_s=5.0,
+        needs_renderer=True,
     ),
 }
 
@@ -117,7 +141,7 @@ class Attacker:
     async def _repeat(self, loop: Loop, port: int, counts: Counter[str], numbers: itertools.count[int]) -> None:
         with contextlib.closing(Connection(port)) as connection:
             while True:
-                request = post_request(port, PATH, self._key, loop.body(next(numbers)))
+                request = post_request(port, self._attack.path, self._key, loop.body(next(numbers)))
                 counts["sent"] += 1
                 try:
                     status = (await connection.exchange(request)).status

@@ -1,10 +1,18 @@
 """What the abuse of one tenant costs another one on a live cluster of simulated engines.
 
-An innocent tenant sends short streamed requests at random times, whatever is answered, through both gateways. It is
-measured alone and beside each attack in turn, so that the drift of the machine cancels. Its goodput is the part of its
-requests that were answered in full and in time (TTFT_S, WHOLE_S), of those that were due; time counts from when a
-request was due. A fall is what of the goodput alone is missing beside an attack. A window begins with the attack, and
+An innocent tenant sends streamed requests at random times, whatever is answered, through all gateways. It is measured
+alone and beside each attack in turn, so that the drift of the machine cancels. Its goodput is the part of its requests
+that were answered in full and in time (TTFT_S, WHOLE_S), of those that were due; time counts from when a request was
+due. A fall is what of the goodput alone is missing beside an attack. `p90_vs_alone_ATTACK` is the 90th percentile of
+the times to first token beside an attack, divided by the one alone, and `answer_p90_vs_alone_ATTACK` that of the times
+to the end of the answer; a request without a whole answer counts with GIVE_UP_S. A window begins with the attack, and
 the attack lasts until the last request of the window had its time.
+
+Attacks on the lines of a gateway's renderer (grammars, images, long texts) meet one gateway with the real renderer of a
+tiny model, with its threads and processes; there the innocent's requests need the same line. Simulated engines get the
+prompts without grammars and images. The other attacks meet two gateways with the simulator's renderer. Forks that try
+grammars and prepare images have the attacker's work on the cores of the innocent's: on two cores a part of the ratio is
+this, and no wait in a line.
 
 The cluster, the innocent's clients and the attacker's clients are a process each. Clients stand for other machines, and
 here they share the cores with the cluster. So the attacker has the lowest priority (nice 19): it gets what the others
@@ -34,7 +42,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,25 +51,27 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.abuse import ATTACKS, PATH, run_attack
+from bench.abuse import ATTACKS, Attack, run_attack
+from bench.abuse_bodies import CONTEXT
 from bench.gateway import Children, say, told_to_end
-from bench.live_cluster import MODEL, Cluster, config_of, running
+from bench.live_cluster import Cluster, config_of, running
 from bench.neighbours import set_niceness
 from bench.raw_http import Connection, post_request
+from bench.real_rendering import real_rendering
 from bench.results import BenchFailed, Results, run_benchmark
 from kvferry_loadtest.machine import machine_line
 
 NUM_GATEWAYS = 2
 STEP_MS = 10.0
 NUM_PAGES = 32_768  # 512k tokens: of a model of 8B on a GPU of 80 GB
-RATE_PER_S = 20.0  # of the innocent: 4 of the 128 streams that two decode workers have
-PROMPT_TOKENS = 32
-ANSWER_TOKENS = 16
 TTFT_S = 1.0
 WHOLE_S = 3.0
 SETTLE_S = 1.0  # between windows
+WARM_UP_TRIES = 100
+P90_PART = 0.9
 FAULT_CHARS = 200
 GIVE_UP_S = 10.0  # of a request that came late
+OUTCOMES = "outcomes.jsonl"  # of all innocents
 LATE = "TimeoutError"  # the fault of a request that was given up
 MEASURED_STATUSES = (200, 429, 504)  # of the innocent beside an attack
 
@@ -91,9 +101,10 @@ class Request:
 
 
 class Innocent:
-    """Open-loop clients of one tenant. Each request's outcome is a line of a file."""
+    """Open-loop clients of one tenant beside an attack. Each request's outcome is a line of a file."""
 
-    def __init__(self, ports: Sequence[int], key: str, outcomes: Path) -> None:
+    def __init__(self, attack: Attack, ports: Sequence[int], key: str, outcomes: Path) -> None:
+        self._attack = attack
         self._key = key
         self._outcomes = outcomes.open("a", encoding="utf-8", buffering=1)
         self._idle: dict[int, list[Connection]] = {port: [] for port in ports}
@@ -108,19 +119,18 @@ class Innocent:
         due_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for number, port in enumerate(itertools.cycle(self._idle)):
-                due_s += self._random.expovariate(RATE_PER_S)
+                due_s += self._random.expovariate(self._attack.rate_per_s)
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
                 tasks.create_task(self._send(number, port, due_s))
 
     async def _send(self, number: int, port: int, due_s: float) -> None:
-        prompt = f"innocent {number} " + " ".join(f"v{i}" for i in range(PROMPT_TOKENS - 2))
-        values = {"model": MODEL, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+        sent = post_request(port, self._attack.path, self._key, self._attack.innocent(number))
         idle = self._idle[port]
         connection = idle.pop() if idle else Connection(port)
         request = Request(due_s, time.monotonic(), number=number)
         try:
             async with asyncio.timeout(GIVE_UP_S):
-                reply = await connection.exchange(post_request(port, PATH, self._key, {**values, "stream": True}))
+                reply = await connection.exchange(sent)
         except (OSError, EOFError) as error:  # of which TimeoutError is one
             request = replace(request, fault=type(error).__name__)
         else:
@@ -138,8 +148,8 @@ def read_outcomes(file: Path) -> list[Request]:
     return [Request(*json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-async def run_innocent(ports: Sequence[int], key: str, outcomes: Path) -> None:
-    with contextlib.closing(Innocent(ports, key, outcomes)) as innocent:
+async def run_innocent(name: str, ports: Sequence[int], key: str, outcomes: Path) -> None:
+    with contextlib.closing(Innocent(ATTACKS[name], ports, key, outcomes)) as innocent:
         sending = asyncio.create_task(innocent.run())
         say({"outcomes": str(outcomes)})
         await told_to_end()
@@ -205,13 +215,37 @@ def ttft_ms(requests: Sequence[Request], part: float) -> float:
     return 1e3 * times_s[min(len(times_s) - 1, int(len(times_s) * part))] if times_s else 0.0
 
 
+def p90_ms(requests: Sequence[Request], *, whole: bool = False) -> float:
+    """Return the 90th percentile of the times to first token, or to the end of `whole` answers.
+
+    A request without a whole answer counts with GIVE_UP_S. Raises ValueError without any request.
+    """
+    if not requests:
+        raise ValueError("no request was due: the windows are too short")
+    times_s = sorted(
+        GIVE_UP_S if each.status != 200 else each.ended_s - each.due_s if whole else each.ttft_s for each in requests
+    )
+    return 1e3 * times_s[min(len(times_s) - 1, int(len(times_s) * P90_PART))]
+
+
+def p90_ratio(alone: Sequence[Request], beside: Sequence[Request], *, whole: bool = False) -> float:
+    return round(p90_ms(beside, whole=whole) / p90_ms(alone, whole=whole), 3)
+
+
 class Bench:
-    """Runs windows against one cluster; its clients are children with files in `folder`."""
+    """Runs windows of attacks against one cluster; its clients are children with files in `folder`."""
 
     def __init__(
-        self, cluster: Cluster, folder: Path, seconds: float, only: str, results: Results, console: Console
+        self,
+        cluster: Cluster,
+        folder: Path,
+        attacks: Sequence[str],
+        *,
+        seconds: float,
+        results: Results,
+        console: Console,
     ) -> None:
-        self.pairs = {name: Pair() for name in ATTACKS if only in name}
+        self.pairs = {name: Pair() for name in attacks}
         self._folder = folder
         self._ports = [gateway.port for gateway in cluster.gateways]
         self._seconds = seconds
@@ -219,29 +253,48 @@ class Bench:
         self._console = console
         self._admin = cluster.admin
         self._keys: dict[str, str] = {}
-        self._outcomes = folder / "outcomes.jsonl"
+        self._outcomes = folder / OUTCOMES
 
     async def create_tenants(self) -> None:
         """Create the innocent and a tenant for each attack, so that none pays for another one's."""
-        for name in ("innocent", *ATTACKS):
+        for name in ("innocent", *self.pairs):
             await self._admin.create(name)
             self._keys[name] = await self._admin.add_key(name, "bench")
-        for name, attack in ATTACKS.items():
-            if attack.limits:
-                await self._admin.set_limits(name, attack.limits)
+        for name in self.pairs:
+            if limits := ATTACKS[name].limits:
+                await self._admin.set_limits(name, limits)
 
     async def run(self, rounds: int) -> None:
+        for port, name in itertools.product(self._ports, self.pairs):
+            await self._warm_up(port, ATTACKS[name])
+        for number in range(rounds):
+            for name in self.pairs:
+                where = f"round {number + 1} of {rounds}"
+                async with self._innocent(name):
+                    self.pairs[name].alone.append(await self._window(f"{where}: alone", alone=True))
+                    await self._attack(name, f"{where}: {ATTACKS[name].shown}")
+
+    async def _warm_up(self, port: int, attack: Attack) -> None:
+        # Gateways hear of keys a moment later, and the processes of a renderer take seconds to start.
+        with contextlib.closing(Connection(port)) as connection:
+            for number in itertools.count():
+                request = post_request(port, attack.path, self._keys["innocent"], attack.innocent(number))
+                if (reply := await connection.exchange(request)).status == 200:
+                    return
+                if number == WARM_UP_TRIES:
+                    raise BenchFailed(f"before {attack.shown}: {reply.status}, {reply.tail.decode(errors='replace')}")
+                await asyncio.sleep(0.1)
+
+    @contextlib.asynccontextmanager
+    async def _innocent(self, name: str) -> AsyncIterator[None]:
         innocent = Children(self._folder, "bench.isolation")
-        spec = {"ports": self._ports, "key": self._keys["innocent"], "outcomes": str(self._outcomes)}
+        key = self._keys["innocent"]
+        spec = {"attack": name, "ports": self._ports, "key": key, "outcomes": str(self._outcomes)}
         try:
             process, _ = await asyncio.to_thread(innocent.start, "innocent", spec)
             set_niceness(process.pid, -10)
             await asyncio.sleep(SETTLE_S)
-            for number in range(rounds):
-                for name in self.pairs:
-                    where = f"round {number + 1} of {rounds}"
-                    self.pairs[name].alone.append(await self._window(f"{where}: alone", alone=True))
-                    await self._attack(name, f"{where}: {ATTACKS[name].shown}")
+            yield
         finally:
             await asyncio.to_thread(innocent.end)
 
@@ -279,6 +332,7 @@ class Bench:
             "requests": len(requests),
             "goodput": round(goodput(requests), 4),
             "ttft_p50_ms": round(ttft_ms(requests, 0.5)),
+            "ttft_p90_ms": round(p90_ms(requests)),
             "ttft_p99_ms": round(ttft_ms(requests, 0.99)),
         }
         self._results.add({"windows": [figures]})
@@ -291,7 +345,7 @@ class Bench:
 
 
 def table(pairs: dict[str, Pair], requests: Sequence[Request]) -> Table:
-    shown = Table("attack", "goodput", "beside", "fall", "TTFT p50, p99 (ms)", "beside", "cluster's CPU", "sent")
+    shown = Table("attack", "goodput", "beside", "fall", "TTFT p50, 90, 99 (ms)", "beside", "cluster's CPU", "sent")
     for name, pair in pairs.items():
         alone, beside = due_in(requests, pair.alone), due_in(requests, pair.beside)
         cpu = [sum(each.cpu_s for each in windows) for windows in (pair.alone, pair.beside)]
@@ -301,8 +355,8 @@ def table(pairs: dict[str, Pair], requests: Sequence[Request]) -> Table:
             f"{goodput(alone):.1%}",
             f"{goodput(beside):.1%}",
             f"{fall(alone, beside):.1%}",
-            f"{ttft_ms(alone, 0.5):.0f}, {ttft_ms(alone, 0.99):.0f}",
-            f"{ttft_ms(beside, 0.5):.0f}, {ttft_ms(beside, 0.99):.0f}",
+            f"{ttft_ms(alone, 0.5):.0f}, {p90_ms(alone):.0f}, {ttft_ms(alone, 0.99):.0f}",
+            f"{ttft_ms(beside, 0.5):.0f}, {p90_ms(beside):.0f}, {ttft_ms(beside, 0.99):.0f}",
             f"{cpu[0] / wall_s:.0%}, {cpu[1] / wall_s:.0%}",
             "; ".join(f"{label}: {told(counts)}" for label, counts in pair.counts.items()),
         )
@@ -321,6 +375,16 @@ def result_of(pairs: dict[str, Pair], requests: Sequence[Request]) -> dict[str, 
     return {
         "goodput_fall_max": max(falls.values()),
         "falls": falls,
+        **{f"p90_vs_alone_{name}": p90_ratio(*both) for name, both in windows.items()},
+        **{f"answer_p90_vs_alone_{name}": p90_ratio(*both, whole=True) for name, both in windows.items()},
+        # First token and whole answer, each alone and beside the attack.
+        "p90_ms": {
+            name: {
+                "ttft": [round(p90_ms(each), 1) for each in both],
+                "answer": [round(p90_ms(each, whole=True), 1) for each in both],
+            }
+            for name, both in windows.items()
+        },
         "attacks": {
             name: {label: dict(counts) for label, counts in pair.counts.items()} for name, pair in pairs.items()
         },
@@ -345,18 +409,33 @@ async def measure(arguments: argparse.Namespace, results: Results, console: Cons
     results.add({"pages": arguments.pages, "machine": machine})
     # As many requests as a gateway takes unless it is told otherwise.
     config = config_of(step_ms=STEP_MS, num_pages=arguments.pages, max_requests=1024)
-    with tempfile.TemporaryDirectory(prefix="bench-isolation-") as name:
-        async with running(config, NUM_GATEWAYS) as cluster:
-            bench = Bench(cluster, Path(name), arguments.seconds, arguments.only, results, console)
+    chosen = {name: attack for name, attack in ATTACKS.items() if arguments.only in name}
+    simulated = [name for name, attack in chosen.items() if not attack.needs_renderer]
+    rendered = [name for name, attack in chosen.items() if attack.needs_renderer]
+    pairs: dict[str, Pair] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-isolation-") as folder_name:
+        folder = Path(folder_name)
+
+        async def run_attacks(attacks: Sequence[str], cluster: Cluster) -> None:
+            bench = Bench(cluster, folder, attacks, seconds=arguments.seconds, results=results, console=console)
+            pairs.update(bench.pairs)
             await bench.create_tenants()
             await bench.run(arguments.rounds)
-        requests = bench.requests()
-    results.add(result_of(bench.pairs, requests))
-    for attack, pair in bench.pairs.items():
+
+        if simulated:
+            async with running(config, NUM_GATEWAYS) as cluster:
+                await run_attacks(simulated, cluster)
+        if rendered:
+            make_renderer = await asyncio.to_thread(real_rendering, folder / "model", CONTEXT)
+            async with running(config, 1, make_renderer) as cluster:
+                await run_attacks(rendered, cluster)
+        requests = read_outcomes(folder / OUTCOMES)
+    results.add(result_of(pairs, requests))
+    for attack, pair in pairs.items():
         # Also those that failed after the end of their window.
         raise_unexpected(due_in(requests, pair.alone), f"alone before {attack}", alone=True)
         raise_unexpected(due_in(requests, pair.beside), f"beside {attack}", alone=False)
-    console.print(table(bench.pairs, requests))
+    console.print(table(pairs, requests))
 
 
 def main() -> int:
@@ -373,7 +452,7 @@ def main() -> int:
     arguments = parser.parse_args()
     spec = arguments.spec
     if arguments.role == "innocent":
-        uvloop.run(run_innocent(spec["ports"], spec["key"], Path(spec["outcomes"])))
+        uvloop.run(run_innocent(spec["attack"], spec["ports"], spec["key"], Path(spec["outcomes"])))
     elif arguments.role == "attacker":
         uvloop.run(run_attack(spec["attack"], spec["ports"], spec["key"]))
     else:

@@ -6,7 +6,7 @@ Engines are simulated, or vLLM in processes of their own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +14,8 @@ from pathlib import Path
 from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.config import ClusterConfig
-from kvferry.engine.base import Engine
-from kvferry.gateway.lifecycle import GatewayHost
+from kvferry.engine.base import Engine, Renderer
+from kvferry.gateway.lifecycle import GatewayHost, build_renderer
 from kvferry.membership.base import WORKER_KINDS
 from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
@@ -24,7 +24,7 @@ from kvferry.worker.lifecycle import WorkerHost, build_engine
 MODEL = "sim-model"
 TOKENS_PER_S = 10_000  # of a prefill engine
 SAMPLE_S = 0.01
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0  # a real renderer takes 10 s of CPU time
 
 
 def config_of(
@@ -100,8 +100,12 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running(config: ClusterConfig, num_gateways: int) -> AsyncIterator[Cluster]:
-    """Start a cluster and yield it once all gateways are ready."""
+async def running(
+    config: ClusterConfig,
+    num_gateways: int,
+    make_renderer: Callable[[ClusterConfig, str], Renderer] = build_renderer,
+) -> AsyncIterator[Cluster]:
+    """Start a cluster and yield it once all gateways are ready; `make_renderer` is called for each gateway."""
     cluster = Cluster(MemoryRegistry(), Path(config.model.path).name)
     try:
         for pool in ("", *config.pools):
@@ -111,7 +115,7 @@ async def running(config: ClusterConfig, num_gateways: int) -> AsyncIterator[Clu
                 await host.start()
                 cluster.workers.append((host, engine))
         for _ in range(num_gateways):
-            gateway = GatewayHost(config, config.model.path, MemoryMembership(cluster.registry))
+            gateway = GatewayHost(config, config.model.path, MemoryMembership(cluster.registry), make_renderer)
             cluster.gateways.append(gateway)
             await gateway.start()
         async with asyncio.timeout(START_TIMEOUT_S):

@@ -439,11 +439,11 @@ async def test_of_a_text_that_cannot_fit_a_part_is_tokenized(
     of_chat, of_prompt = renderer.render_chat({"messages": turns}), renderer.render_completion({"prompt": text})
     asked, other = (of_prompt, of_chat) if kind == "prompt" else (of_chat, of_prompt)
     other.close()
-    reason = f"the first {16 * 8192} characters of {kind} alone have"
+    reason = f"the first 40000 characters of {kind} alone have"
     with pytest.raises(ContextLengthExceeded, match=reason) as refused:
         await asked
     assert refused.value.param == kind
-    assert lengths == [16 * 8192]
+    assert lengths == [10_000] * 4, "no more than it takes, each part in a turn of its own"
 
 
 async def test_tenants_take_turns_with_long_texts(renderer: VllmRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,9 +466,7 @@ async def test_tenants_take_turns_with_long_texts(renderer: VllmRenderer, monkey
     await until(lambda: renderer._turns.num_waiting == 21)
     may_go_on.set()
     await asyncio.gather(*asked)
-    assert [each for each in order if each.startswith("good")] == ["good0", "good1"]
-    assert order.index("good0") == 2
-    assert order.index("good1") == 4
+    assert order[:3] == ["evil0", "good0", "good1"], "evil's first turn took longer than good's"
 
 
 async def test_a_client_that_leaves_gives_its_turn_back_when_its_text_is_done(

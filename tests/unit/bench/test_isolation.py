@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from bench.abuse import ADMITTED_CHOICES, ATTACKS, MOST_CHOICES, PATH, Attacker, Trickle
 from bench.isolation import (
+    GIVE_UP_S,
     LATE,
     TTFT_S,
     WHOLE_S,
@@ -21,6 +22,7 @@ from bench.isolation import (
     due_in,
     fall,
     goodput,
+    p90_ms,
     raise_unexpected,
     read_outcomes,
     result_of,
@@ -71,6 +73,16 @@ def test_percentiles_count_from_when_a_request_was_due_and_leave_out_refusals() 
     assert ttft_ms([refused(1.0)], 0.99) == 0
 
 
+def test_the_90th_percentile_counts_a_request_without_an_answer_as_given_up() -> None:
+    requests = [Request(0.0, 0.0, 200, i / 10, i / 5) for i in range(10)]
+    assert p90_ms(requests) == pytest.approx(900)
+    assert p90_ms(requests, whole=True) == pytest.approx(1800)
+    assert p90_ms([*requests[:-1], refused(0.0)]) == 1e3 * GIVE_UP_S
+    assert p90_ms([*requests, *requests, refused(0.0)]) == pytest.approx(900)
+    with pytest.raises(ValueError, match="too short"):
+        p90_ms([])
+
+
 def test_refused_and_late_requests_are_measured_beside_an_attack_and_fail_alone() -> None:
     late = Request(0.0, 0.0, fault=LATE, number=7)
     raise_unexpected([good(0.0), refused(0.0), late], "beside", alone=False)
@@ -92,6 +104,10 @@ def test_the_worst_attack_is_the_result() -> None:
     result = result_of(pairs, [good(0.5), good(1.5), good(2.5), good(3.5), refused(3.6)])
     assert result["falls"] == {"mild": 0.0, "bad": 0.5}
     assert result["goodput_fall_max"] == 0.5
+    assert (result["p90_vs_alone_mild"], result["answer_p90_vs_alone_mild"]) == (1.0, 1.0)
+    assert result["answer_p90_vs_alone_bad"] == pytest.approx(1e3 * GIVE_UP_S / 200)
+    assert result["p90_vs_alone_bad"] == pytest.approx(1e3 * GIVE_UP_S / 100)
+    assert result["p90_ms"]["mild"] == {"ttft": [100.0, 100.0], "answer": [200.0, 200.0]}
     assert result["attacks"] == {"mild": {"small": {"sent": 1}}, "bad": {}}
     assert result["innocent_statuses"]["bad"] == {"200": 1, "429": 1}
 
@@ -129,15 +145,15 @@ async def test_choices_are_answered_or_refused_as_labelled(cluster: Cluster) -> 
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("name", ["flood", "long"])
+@pytest.mark.parametrize("name", ["flood", "long", "streams"])
 async def test_requests_of_other_attacks_are_answered(cluster: Cluster, name: str) -> None:
     attacker = Attacker(ATTACKS[name], [cluster.gateways[0].port], await key_of(cluster, name))
     attacking = asyncio.create_task(attacker.run())
-    (label,) = [loop.label for loop in ATTACKS[name].loops]
-    await until(lambda: attacker.counts.get(label, Counter())["200"] > 0)
+    labels = [loop.label for loop in ATTACKS[name].loops]
+    await until(lambda: all(attacker.counts.get(label, Counter())["200"] > 0 for label in labels))
     attacking.cancel()
     await asyncio.gather(attacking, return_exceptions=True)
-    assert set(attacker.counts[label]) <= {"sent", "200", "429"}
+    assert all(set(attacker.counts[label]) <= {"sent", "200", "429"} for label in labels)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -160,7 +176,7 @@ async def test_a_trickled_body_is_counted_by_its_bytes_and_its_status(cluster: C
 async def test_an_innocent_alone_has_its_goodput(cluster: Cluster, tmp_path: Path) -> None:
     outcomes = tmp_path / "outcomes.jsonl"
     with contextlib.closing(
-        Innocent([cluster.gateways[0].port], await key_of(cluster, "innocent"), outcomes)
+        Innocent(ATTACKS["flood"], [cluster.gateways[0].port], await key_of(cluster, "innocent"), outcomes)
     ) as innocent:
         sending = asyncio.create_task(innocent.run())
         await until(lambda: len(read_outcomes(outcomes)) >= 3)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping, Sequence
 
 import pytest
 
+from kvferry.engine import fair_turns
 from kvferry.engine.fair_turns import FairTurns
 from kvferry.errors import Overloaded
 
@@ -21,19 +23,86 @@ def line_of(turns: FairTurns, order: list[str], *names: str) -> list[asyncio.Tas
     return [asyncio.create_task(wait(name)) for name in names]
 
 
-async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
-    turns, order = FairTurns(2, 10, "full"), []
-    for _ in range(2):
-        await turns.begin("a")
-    waiting = line_of(turns, order, "a1", "a2", "a3", "b1", "b2", "c1")
+async def end_all(
+    turns: FairTurns,
+    order: list[str],
+    waiting: Sequence[asyncio.Task[None]],
+    *,
+    took_s: Mapping[str, float] = {},
+    held: bool = True,
+) -> None:
+    """End the turn of `d`, if `held`, then each turn of those that wait, one after the other."""
     await asyncio.sleep(0)
-    for _ in waiting:
-        turns.end()
+    if held:
+        turns.end("d", 0.0)
+    for number in range(len(waiting)):
+        await asyncio.sleep(0)
+        tenant = order[number][0]
+        turns.end(tenant, took_s.get(tenant, 0.0))
     await asyncio.gather(*waiting)
+
+
+async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
+    turns, order = FairTurns(1, 10, "full"), []
+    await turns.begin("d")
+    waiting = line_of(turns, order, "a1", "a2", "a3", "b1", "b2", "c1")
+    await end_all(turns, order, waiting)
     assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
-    for _ in range(2):
-        turns.end()
-    assert (turns.num_free, turns.num_waiting) == (2, 0)
+    assert (turns.num_free, turns.num_waiting) == (1, 0)
+
+
+async def test_a_tenant_whose_turns_take_long_waits_for_those_that_had_less_time() -> None:
+    turns, order = FairTurns(1, 20, "full"), []
+    await turns.begin("d")
+    waiting = line_of(turns, order, "a1", "a2", "b1", "b2", "b3", "b4", "b5")
+    await end_all(turns, order, waiting, took_s={"a": 0.04, "b": 0.01})
+    assert order == ["a1", "b1", "b2", "b3", "b4", "a2", "b5"]
+
+
+async def test_a_tenant_gets_no_credit_for_the_time_it_was_away() -> None:
+    turns, order = FairTurns(1, 20, "full"), []
+    for _ in range(3):
+        await turns.begin("a")
+        turns.end("a", 10.0)
+    await turns.begin("a")
+    waiting = line_of(turns, order, "a1", "a2", "b1", "b2", "b3")
+    await asyncio.sleep(0)
+    turns.end("a", 0.01)
+    await end_all(turns, order, waiting, took_s={"a": 0.01, "b": 0.01}, held=False)
+    assert order == ["b1", "a1", "b2", "a2", "b3"]
+
+
+async def test_the_last_turn_is_kept_free_for_others_that_came_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, order = FairTurns(3, 10, "full"), []
+    for _ in range(3):
+        await turns.begin("a")
+    (other,) = line_of(turns, order, "b1")
+    waiting = line_of(turns, order, "a1", "a2")
+    await asyncio.sleep(0)
+    assert order == []
+    turns.end("a", 5.0)
+    await other
+    turns.end("b", 0.01)
+    turns.end("a", 5.0)
+    await asyncio.sleep(0)
+    assert order == ["b1", "a1"], "two of three are a's"
+    await asyncio.wait_for(turns.begin("b"), 10)
+    turns.end("b", 0.01)
+    monkeypatch.setattr(fair_turns, "_SEEN_S", 0.0)
+    turns.end("a", 5.0)
+    await asyncio.gather(*waiting)
+    assert turns.num_free == 1
+    await asyncio.wait_for(turns.begin("a"), 10)
+    assert turns.num_free == 0, "alone it has all"
+
+
+async def test_tenants_that_came_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_turns, "_SEEN_S", 0.0)
+    turns = FairTurns(2, 10, "full")
+    for name in ("a", "b", "c"):
+        await turns.begin(name)
+        turns.end(name, 0.01)
+    assert not turns._tenants
 
 
 async def test_where_too_many_wait_the_last_of_the_longest_line_leaves() -> None:
@@ -49,10 +118,9 @@ async def test_where_too_many_wait_the_last_of_the_longest_line_leaves() -> None
     # Now a has two in line and b one: another one of b would only change places.
     with pytest.raises(Overloaded, match="full"):
         await turns.begin("b")
-    for _ in range(4):
-        turns.end()
-    await asyncio.gather(first, second, other)
-    assert order == ["a1", "b1", "a2"]
+    turns.end("a", 0.0)
+    await end_all(turns, order, [first, other, second], held=False)
+    assert order == ["b1", "a1", "a2"]
 
 
 async def test_without_a_line_a_full_one_refuses() -> None:
@@ -60,7 +128,7 @@ async def test_without_a_line_a_full_one_refuses() -> None:
     await turns.begin("a")
     with pytest.raises(Overloaded, match="full"):
         await turns.begin("b")
-    turns.end()
+    turns.end("a", 0.0)
     await turns.begin("b")
 
 
@@ -78,7 +146,7 @@ async def test_no_turn_is_lost_whoever_leaves(seed: int) -> None:
             await asyncio.sleep(dice.choice((0, 0, 0.001)))
         finally:
             held.remove(tenant)
-            turns.end()
+            turns.end(tenant, 0.001)
 
     tasks: list[asyncio.Task[None]] = []
     for _ in range(300):
@@ -90,7 +158,7 @@ async def test_no_turn_is_lost_whoever_leaves(seed: int) -> None:
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(each, Overloaded | asyncio.CancelledError | None) for each in results)
     assert {"b", "c"} <= set(order)
-    assert (turns.num_free, turns.num_waiting, turns._lines) == (3, 0, {})
+    assert (turns.num_free, turns.num_waiting, turns._waiting) == (3, 0, {})
 
 
 async def test_work_whose_client_left_keeps_its_turn_until_it_ends() -> None:

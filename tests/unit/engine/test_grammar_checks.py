@@ -109,7 +109,7 @@ async def test_a_client_that_leaves_gives_its_turn_back_when_its_fork_ends(check
 
 
 async def test_no_more_run_and_wait_than_are_allowed(checks: GrammarChecks) -> None:
-    await checks.check("ok", ANYBODY, param=None)
+    await checks.check("ok", asker("evil"), param=None)
     held = [
         asyncio.create_task(checks.check(f"wait {i}", asker("evil", f"salt {i}"), param=None))
         for i in range(NUM_FORKS + MAX_WAITING)

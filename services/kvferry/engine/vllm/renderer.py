@@ -48,10 +48,10 @@ R = TypeVar("R")
 # loop, which delays the tokens of all streams.
 MOST_CHARS_AT_ONCE = 2_000
 
-_PART_CHARS = 10_000  # of a list's prompts that are rendered together: about 3 ms
+_PART_CHARS = 10_000  # of a list's prompts, or of a long text's beginning, that have one turn: about 3 ms
 MAX_WAITING = 256  # texts that wait to be rendered
 # A text of more characters than this for each token of the context is rarely one that fits: so much of it is tokenized
-# first, which is enough to refuse it. Tokens at the end of a part may differ from those of the whole.
+# first, which is enough to refuse it. Tokens at the ends of a part may differ from those of the whole.
 _CHARS_PER_TOKEN = 16
 _DIFFERENT_TOKENS = 64
 
@@ -264,7 +264,8 @@ class VllmRenderer:
             raise too_many_chars(self._max_model_len, self._max_chars, num_chars, param)
 
     async def _check_beginning(self, texts: Iterable[str], param: str, asker: Asker) -> None:
-        # Refuses a text of which a part has more tokens than the context, before all of it is tokenized.
+        # Refuses a text of which a part has more tokens than the context, before all of it is tokenized. Each part has
+        # a turn of its own, so that others' texts wait for one part.
         plain, most = self._plain, _CHARS_PER_TOKEN * self._max_model_len
         if plain is None:
             return
@@ -277,9 +278,14 @@ class VllmRenderer:
         else:
             return
         beginning = "".join(parts)
-        num_tokens = await self._turns.run(asker.tenant, lambda: self._in_thread(lambda: plain.num_tokens(beginning)))
-        if num_tokens > self._max_model_len + _DIFFERENT_TOKENS:
-            raise too_many_tokens(self._max_model_len, most, num_tokens, param)
+        num_tokens, limit = 0, self._max_model_len
+        for first in range(0, most, _PART_CHARS):
+            part = beginning[first : first + _PART_CHARS]
+            count = functools.partial(plain.num_tokens, part)
+            num_tokens += await self._turns.run(asker.tenant, functools.partial(self._in_thread, count))
+            limit += _DIFFERENT_TOKENS
+            if num_tokens > limit:
+                raise too_many_tokens(self._max_model_len, first + len(part), num_tokens, param)
 
     async def _check_texts(self, messages: Sequence[Mapping[str, Any]], asker: Asker) -> None:
         # Every chat template repeats what users said. Some leave out what others said, but no message of theirs is
