@@ -136,8 +136,8 @@ earlier in the request, and check them in one step. It helps answers that repeat
 summaries) while few streams run; with many, the checked tokens cost more than they save. Answers are those of an
 engine without, token for token (float32, greedy), also after a transfer, from every tier, and when another worker
 continues them; sampled answers have the same distribution, and a seed gives its answer again on engines with the same
-setting, unless one lacks memory and computes the request in two parts. `min_p` and `logit_bias`,
-which vLLM does not take then, are refused with 400. [Adapters](adapters.md) beside it are refused.
+setting, unless one lacks memory and computes the request in two parts, or another worker continues it. `min_p` and
+`logit_bias`, which vLLM does not take then, are refused with 400. [Adapters](adapters.md) beside it are refused.
 
 A smaller model can make the drafts, with the same guarantees:
 
