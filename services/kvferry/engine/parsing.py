@@ -1,4 +1,4 @@
-"""Parsed answers, less the part that was delivered before."""
+"""Parsed answers."""
 
 from __future__ import annotations
 

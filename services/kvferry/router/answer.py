@@ -1,4 +1,4 @@
-"""One request's answer so far, and its continuation on another worker."""
+"""One request's answer so far."""
 
 from __future__ import annotations
 
