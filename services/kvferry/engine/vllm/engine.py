@@ -59,6 +59,7 @@ from kvferry.engine.vllm.draft_model import DraftModel
 from kvferry.engine.vllm.engine_folder import EngineFolder
 from kvferry.engine.vllm.rope_overrides import check_rope_theta
 from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator, structured_outputs_config
+from kvferry.engine.vllm.tokenizer_words import keep_none_in, keep_none_in_copies
 from kvferry.engine.vllm.vocabulary import Vocabulary
 from kvferry.engine.vllm.weight_loading import check_load_format
 from kvferry.engine.vllm.weights import weights_revision
@@ -206,6 +207,7 @@ class VllmEngine:
                 raise UnsupportedEngine(reason)
             check_rope_theta(self._model_folder, self._model)
             self._require_quality(vllm_config)
+            keep_none_in_copies()
             self._llm = AsyncLLM.from_vllm_config(
                 vllm_config, stat_loggers=[make_counters], enable_log_requests=arguments.enable_log_requests
             )
@@ -214,6 +216,7 @@ class VllmEngine:
         # Of vLLM's checks and of the libraries below it.
         except Exception as error:
             raise UnsupportedEngine(refusal(error, self._config.args, self._argument_keys)) from error
+        keep_none_in(self._llm.input_processor.tokenizer)
         self._stat_logger = counters[0]
         self._prompt_sources = PromptSourceRecorder(self._llm.output_processor)
         self._continuations = Continuations(self._llm.output_processor)
