@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 from statistics import NormalDist, median
 from typing import Any
 
+import numpy as np
+
+_SWEPT_BYTES = 64 << 20  # more than a processor's caches have
+_NUM_OF_OTHERS = 50  # contents; so few that they leave room in the libraries' caches
+
 # Builds the request of a tenant with content of a number, always the same one, and returns what sends it.
 Ask = Callable[[str, int], Coroutine[Any, Any, None]]
 
@@ -62,17 +67,20 @@ def signed_rank_p(differences: Sequence[float]) -> float:
 
 
 class PairedTimes:
-    """Measures pairs of requests. Contents are never used twice."""
+    """Measures pairs of requests. Contents are used for one pair."""
 
     def __init__(self, seed: int, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._random = random.Random(seed)
         self._clock_ns = clock_ns
         self._numbers = itertools.count(self._random.getrandbits(48) << 16)
+        self._of_others = list(itertools.islice(self._numbers, _NUM_OF_OTHERS))
+        self._swept = np.zeros(_SWEPT_BYTES, np.uint8)
 
     async def measure(self, ask: Ask, num_pairs: int, *, first: str, second: str, num_between: int) -> Pairs:
         """Let `first` send contents, and `second` both those and new ones, in random order. May be the same tenant.
 
-        Before each of these, `num_between` requests of a third one leave nothing in the processor's own caches.
+        Before each of these, memory is written and `num_between` requests of a third one are sent: else the processor's
+        own caches and branch predictors know the content of the last few requests.
         """
         pairs = Pairs()
         for _ in range(num_pairs):
@@ -81,8 +89,9 @@ class PairedTimes:
             probes = [(pairs.sent, sent), (pairs.new, new)]
             self._random.shuffle(probes)
             for times, number in probes:
-                for _ in range(num_between):
-                    await ask("others", next(self._numbers))
+                self._swept += 1
+                for number_of_others in self._random.choices(self._of_others, k=num_between):
+                    await ask("others", number_of_others)
                 times.append(await self._timed(ask(second, number)))
         return pairs
 

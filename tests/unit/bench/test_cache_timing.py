@@ -7,21 +7,31 @@ import io
 import pytest
 from rich.console import Console
 
-from bench.cache_timing import Case, Measured, faults, measure_cases, table
+from bench.cache_timing import CERTAIN, LIMIT, Case, Measured, faults, measure_cases, table
 from bench.paired_times import PairedTimes, Pairs
 from bench.results import Results
 
-SAME, LESS = [1.0, 3.0] * 30, [0.5] * 60
-EVEN = Pairs(SAME, SAME[::-1])
-GAP = Pairs(LESS, SAME)
+TIMES = [1.0 + each for each in range(60)]
+EVEN = Pairs(TIMES, TIMES[::-1])
+GAP = Pairs([each - 0.5 for each in TIMES], TIMES)
+# Larger in 40 of 60 pairs.
+SMALL_GAP = Pairs([each + (0.5 if i % 3 else -0.5) for i, each in enumerate(TIMES)], TIMES)
 
 
 def test_a_cache_fails_where_each_measurement_does() -> None:
-    good, told, blind = Measured(EVEN, GAP), Measured(GAP, GAP), Measured(EVEN, EVEN)
+    good, told, blind = Measured(EVEN, GAP), Measured(SMALL_GAP, GAP), Measured(EVEN, EVEN)
     assert faults({"a": [good], "b": [told, good], "c": [blind, good], "d": [told, blind]}) == []
     assert faults({"a": [good], "b": [told, told], "c": [blind, blind]}) == [
         "b: the time tells another tenant what was sent",
         "c: the test does not see its control",
+    ]
+
+
+def test_a_difference_that_is_no_chance_fails_at_once() -> None:
+    # A library's cache that takes nothing more when it is full shows no difference at the second try.
+    assert GAP.p < CERTAIN < SMALL_GAP.p < LIMIT
+    assert faults({"a": [Measured(GAP, GAP), Measured(EVEN, GAP)]}) == [
+        "a: the time tells another tenant what was sent"
     ]
 
 
