@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ def signed_rank_p(differences: Sequence[float]) -> float:
     mean = count * (count + 1) / 4
     deviation = math.sqrt(count * (count + 1) * (2 * count + 1) / 24 - ties / 48)
     distance = max(0.0, abs(positive - mean) - 0.5)
-    return 2 * NormalDist().cdf(-distance / deviation)
+    return math.erfc(distance / deviation / math.sqrt(2))
 
 
 class PairedTimes:

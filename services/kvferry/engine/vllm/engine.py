@@ -150,6 +150,7 @@ class VllmEngine:
             staged = await asyncio.to_thread(stage, adapters, folder, self._folder.path / "adapters")
             self._adapters = Adapters(staged, adapters.num_loaded)
         prepare_environment(self._config, side_channel_port=free_port(self._config.side_channel_host))
+        keep_none_in_copies()
         self._quality = None if self._config.quality_report is None else read_report(self._config.quality_report)
         try:
             await asyncio.wait_for(asyncio.to_thread(self._build, engine_id), self._config.start_timeout_s)
@@ -157,6 +158,7 @@ class VllmEngine:
             raise EngineError(
                 f"the engine did not start within engine.start_timeout_s ({self._config.start_timeout_s:g} s)"
             ) from None
+        await asyncio.to_thread(keep_none_in, self._llm.input_processor.tokenizer)
         if not self._producer and self._config.device != "cpu":
             await self._warm_up()
 
@@ -207,7 +209,6 @@ class VllmEngine:
                 raise UnsupportedEngine(reason)
             check_rope_theta(self._model_folder, self._model)
             self._require_quality(vllm_config)
-            keep_none_in_copies()
             self._llm = AsyncLLM.from_vllm_config(
                 vllm_config, stat_loggers=[make_counters], enable_log_requests=arguments.enable_log_requests
             )
@@ -216,7 +217,6 @@ class VllmEngine:
         # Of vLLM's checks and of the libraries below it.
         except Exception as error:
             raise UnsupportedEngine(refusal(error, self._config.args, self._argument_keys)) from error
-        keep_none_in(self._llm.input_processor.tokenizer)
         self._stat_logger = counters[0]
         self._prompt_sources = PromptSourceRecorder(self._llm.output_processor)
         self._continuations = Continuations(self._llm.output_processor)

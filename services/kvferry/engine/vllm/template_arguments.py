@@ -1,4 +1,4 @@
-"""Names of chat templates' arguments that clients send, which vLLM would keep."""
+"""Names of chat templates' arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def keep_no_names_of_clients() -> None:
-    """Let vLLM's renderer keep no names of `chat_template_kwargs`, except its own. Idempotent."""
+    """Let vLLM's renderer keep no names but its own. Idempotent."""
     # vLLM 0.32 keeps, for 128 names, whether the tokenizer's method has such an argument. A name that is kept takes
     # 0.6 us and another one 18 us, so that the time of a chat would tell a tenant which names others have sent.
     from vllm.renderers.hf import _get_hf_base_chat_template_params

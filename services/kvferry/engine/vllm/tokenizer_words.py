@@ -1,9 +1,8 @@
-"""Tokenizers that keep no words of clients.
+"""Tokenizers that keep no words of clients."""
 
-A tokenizer of Hugging Face keeps the tokens of the first 10,000 words of at most 255 bytes that it encodes, until its
-process ends. The time to encode a prompt would tell a tenant which words others have sent: a kept word of 250 letters
-takes 18 us and a new one 44 us. Here it keeps words of its own vocabulary and no others.
-"""
+# A tokenizer of Hugging Face keeps the tokens of the first 10,000 words of at most 255 bytes that it encodes, until its
+# process ends. The time to encode a prompt would tell a tenant which words others have sent: a kept word of 250 letters
+# takes 18 us and a new one 44 us. Here it keeps words of its own vocabulary and no others.
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _NUM_WORDS = 10_000
 
 
 def keep_no_words_of_clients(tokenizer: Any) -> None:
-    """Let a tokenizer of the package `tokenizers` keep words of its vocabulary alone, and drop others that it has."""
+    """Let a tokenizer of the package `tokenizers` keep words of its vocabulary alone."""
     model = tokenizer.model
     if not hasattr(model, "_resize_cache"):  # neither of BPE nor of unigrams: it keeps no words
         return
@@ -29,17 +28,15 @@ def keep_no_words_of_clients(tokenizer: Any) -> None:
 
 
 def keep_none_in(tokenizer: Any) -> None:
-    """Do so for the fast tokenizer inside one of transformers; a slow one has no such cache.
-
-    Copies that were made before go on to keep words.
-    """
+    """Do so for the fast tokenizer inside one of transformers, not for copies that it has."""
+    # A slow one has no such cache.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         keep_no_words_of_clients(backend)
 
 
 def keep_none_in_copies() -> None:
-    """Do so for every later copy of a fast tokenizer in this process. Idempotent."""
+    """Do so for each later copy of a fast tokenizer. Idempotent."""
     # vLLM encodes with deep copies, which nobody else can reach. A copy has an empty cache of the usual size.
     from tokenizers import Tokenizer
 
