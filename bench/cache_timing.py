@@ -162,7 +162,7 @@ async def all_cases(*, with_engine: bool) -> AsyncIterator[list[Case]]:
                     Case("an engine's prefixes", engine.prefix, is_slow=True),
                     Case("an engine's encoded images", engine.image, is_slow=True),
                     Case("an engine's grammars", engine.grammar, steps.of_library, is_slow=True),
-                    Case("an engine's bad words", engine.bad_words, library.words, is_slow=True),
+                    Case("bad words that a worker encodes", engine.bad_words, library.words),
                 ]
             yield cases
 
