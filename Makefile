@@ -20,7 +20,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast test-models mutants chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier bench-plan gpu-check fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto metrics-doc config-doc plan-docs image test-image release-check build ci
+.PHONY: help setup up down status test test-fast test-models mutants chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-caches bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier bench-plan gpu-check fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto metrics-doc config-doc plan-docs image test-image release-check build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +112,9 @@ bench-fairness: $(STAMP) ## Measure shares of tenants on a live cluster of simul
 
 bench-isolation: $(STAMP) ## Measure what the abuse of one tenant costs another one (9 minutes); the last line is JSON
 	@$(BIN)/python -m bench.isolation $(ARGS)
+
+bench-caches: $(STAMP) ## Whether the time of a request tells a tenant what another one has sent (10 minutes, 4 GiB); the last line is JSON
+	@$(BIN)/python -m bench.cache_timing $(ARGS)
 
 bench-fair-queue: $(STAMP) ## Drift of tenants in random schedules of the fair queue, and simulated clusters; the last line is JSON
 	@$(BIN)/python -m bench.fair_queue $(ARGS)

@@ -59,6 +59,7 @@ from kvferry.engine.vllm.draft_model import DraftModel
 from kvferry.engine.vllm.engine_folder import EngineFolder
 from kvferry.engine.vllm.rope_overrides import check_rope_theta
 from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator, structured_outputs_config
+from kvferry.engine.vllm.tokenizer_words import keep_none_in, keep_none_in_copies
 from kvferry.engine.vllm.vocabulary import Vocabulary
 from kvferry.engine.vllm.weight_loading import check_load_format
 from kvferry.engine.vllm.weights import weights_revision
@@ -149,6 +150,7 @@ class VllmEngine:
             staged = await asyncio.to_thread(stage, adapters, folder, self._folder.path / "adapters")
             self._adapters = Adapters(staged, adapters.num_loaded)
         prepare_environment(self._config, side_channel_port=free_port(self._config.side_channel_host))
+        keep_none_in_copies()
         self._quality = None if self._config.quality_report is None else read_report(self._config.quality_report)
         try:
             await asyncio.wait_for(asyncio.to_thread(self._build, engine_id), self._config.start_timeout_s)
@@ -156,6 +158,7 @@ class VllmEngine:
             raise EngineError(
                 f"the engine did not start within engine.start_timeout_s ({self._config.start_timeout_s:g} s)"
             ) from None
+        await asyncio.to_thread(keep_none_in, self._llm.input_processor.tokenizer)
         if not self._producer and self._config.device != "cpu":
             await self._warm_up()
 

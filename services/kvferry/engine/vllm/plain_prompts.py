@@ -18,6 +18,7 @@ from msgspec import structs
 
 from kvferry.engine.base import ANYBODY, CacheSalt, Parse, PromptImage, Sampling
 from kvferry.engine.vllm.template_tokens import TemplateTokens
+from kvferry.engine.vllm.tokenizer_words import keep_no_words_of_clients
 from kvferry.errors import ContextLengthExceeded
 
 log = logging.getLogger(__name__)
@@ -228,12 +229,13 @@ class PlainPrompts:
 
 
 def copy_of(tokenizer: Any) -> Any:
-    """Return a fast tokenizer without truncation, which other users of the original set and unset."""
+    """Return a fast tokenizer without truncation, which other users of the original set, and without clients' words."""
     from tokenizers import Tokenizer
 
     copy = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     copy.no_truncation()
     copy.no_padding()
+    keep_no_words_of_clients(copy)
     return copy
 
 

@@ -15,6 +15,7 @@ from kvferry.engine.vllm.chat_template import read_chat_template
 from kvferry.engine.vllm.plain_prompts import Rendered
 from kvferry.engine.vllm.template_check import check_template
 from kvferry.engine.vllm.text_model import text_model_config
+from kvferry.engine.vllm.tokenizer_words import keep_none_in, keep_none_in_copies
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
 
 
@@ -37,8 +38,11 @@ class VllmPrompts:
 
         from kvferry.engine.vllm.parsing import check_names
         from kvferry.engine.vllm.structured_outputs import use_no_xgrammar
+        from kvferry.engine.vllm.template_arguments import keep_no_names_of_clients
 
         use_no_xgrammar()
+        keep_no_names_of_clients()
+        keep_none_in_copies()
 
         check_names(model)
         self.model_config = text_model_config(
@@ -50,6 +54,7 @@ class VllmPrompts:
             renderer_num_workers=1,
         )
         self.online = _online_renderer(self.model_config, model)
+        keep_none_in(self.online.renderer.get_tokenizer())
         check_template(self.online, model)  # first: vLLM renders a message here without a limit
         self.online.warmup()
         self._model = model

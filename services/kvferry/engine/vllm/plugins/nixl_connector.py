@@ -18,6 +18,7 @@ from kvferry.engine.vllm.plugins.draft_min_tokens import count_drafts_for_min_to
 from kvferry.engine.vllm.plugins.draft_sampling import constrain_steps_with_drafts, expand_settings_of_drafts
 from kvferry.engine.vllm.plugins.given_tokens import count_given_tokens, sample_after_given_tokens
 from kvferry.engine.vllm.plugins.grammar_limits import limit_grammars
+from kvferry.engine.vllm.plugins.grammar_words import fill_word_caches_of_grammars
 from kvferry.engine.vllm.plugins.lora_patterns import look_patterns_up
 from kvferry.engine.vllm.plugins.nixl_exchange import compare_exchange_digests
 from kvferry.engine.vllm.plugins.nixl_handshake_port import retry_taken_handshake_ports
@@ -64,6 +65,7 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
             hash_adapters_by_name()
             end_requests_of_absent_images()
             limit_grammars()
+            fill_word_caches_of_grammars()
             count_given_tokens()
             if on_cpu and not vllm_config.kv_transfer_config.is_kv_consumer:
                 slow_idle_steps(self.connector_scheduler)
