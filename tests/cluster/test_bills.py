@@ -205,3 +205,20 @@ async def test_a_later_tenant_of_the_name_and_another_group_read_no_record_of_an
         await admin.delete("acme")
         again = await tenant_with_key(cluster, "acme")
         assert (await http.get(path, headers=bearer(again))).status_code == 404
+
+
+async def test_a_deadline_of_the_clients_own_gives_nothing_back_to_its_limits(tmp_path: Path) -> None:
+    """What a worker computed until then is kept, and a client could ask again and again until it has all of it."""
+    slow = {"step_ms": 1.0, "prefill_tokens_per_s": 300.0}
+    async with running(prefill=0, gateway=in_records(tmp_path), sim=slow) as cluster, grpc_to(cluster) as channel:
+        gateway = cluster.gateway
+        assert gateway is not None
+        key = await tenant_with_key(cluster, "acme")
+        await admin_of(cluster).set_limits("acme", {"requests_per_minute": 6})  # one at once
+        await until(lambda: gateway.identification.directory.limits("acme") not in (None, Limits()))
+        metadata, codes = tuple(bearer(key).items()), []
+        for number in range(2):
+            asked = pb.GenerateRequest(model=MODEL, text=f"{number} {PROMPT}")
+            codes.append((await refused(stub_on(channel).Generate(asked, metadata=metadata, timeout=0.3))).code())
+            await until(lambda: not gateway.admission.num_in_flight)
+        assert codes == [grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED]

@@ -149,29 +149,35 @@ async def test_a_call_whose_deadline_comes_before_its_turn_is_refused_before_it_
         assert (await asked).status_code == 200
 
 
-async def test_a_preempted_answer_is_not_refused_as_a_new_request_is() -> None:
-    """Its tenant's line has no place left, and its client has part of it."""
+@pytest.mark.parametrize("waits_for_its_prompt", [False, True])
+async def test_a_preempted_request_is_not_refused_as_a_new_one_is(waits_for_its_prompt: bool) -> None:
+    """Its tenant's line has no place left. Its client has part of the answer, or it waited for its prompt's turn."""
     slots = {"kind": "sim", "block_size": 16, "max_num_seqs": 4}
     async with running(
         prefill=0,
         decode=1,
         gateway={"tenants_in_etcd": True, "max_queued_requests": 2},
         engine=slots,
-        sim={"step_ms": 10.0, "prefill_tokens_per_s": 100_000.0},
+        sim={"step_ms": 10.0, "prefill_tokens_per_s": 1_000.0 if waits_for_its_prompt else 100_000.0},
         worker={"heartbeat_s": 0.2, "max_requests": 8},
     ) as cluster:
+        words = " ".join(f"w{i}" for i in range(400 if waits_for_its_prompt else 1))
         keys = {name: await tenant_with_key(cluster, name) for name in ("hog", "gold")}
         await admin_of(cluster).set_contract("gold", class_name="premium")
         (engine,) = cluster.engines(MemberKind.DECODE)
 
         async def ask(name: str, number: int, max_tokens: int) -> httpx.Response:
             async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
-                body = {**BODY, "prompt": prompt(number), "max_tokens": max_tokens}
+                body = {**BODY, "prompt": f"{prompt(number)} {words}", "max_tokens": max_tokens}
                 return await http.post("/v1/completions", json=body, headers=bearer(keys[name]))
 
         hogs = [asyncio.create_task(ask("hog", number, 100)) for number in range(4)]
-        await until(lambda: engine.stats().num_running == 4)
-        await asyncio.sleep(0.3)  # a stream has its slot for so long at least
+        (host,) = cluster.hosts(MemberKind.DECODE)
+        if waits_for_its_prompt:
+            await until(lambda: host.server.num_requests == 4)
+        else:
+            await until(lambda: engine.stats().num_running == 4)
+            await asyncio.sleep(0.3)  # a stream has its slot for so long at least
         hogs.append(asyncio.create_task(ask("hog", 4, 4)))
         await until(lambda: cluster.dispatcher.num_queued == 1)
         gold = await asyncio.gather(*(ask("gold", number, 20) for number in range(5, 7)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from kvferry.engine.vllm.parsing import Parsers, texts_of
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator
 from kvferry.errors import ConfigError, EngineError, InvalidRequest
+from support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.vllm
 
@@ -278,17 +280,21 @@ def test_reasoning_that_is_not_wanted_is_left_out(
     assert (said.content.strip(), said.reasoning) == ("Rain.", "")
 
 
-def test_an_answer_goes_on_in_another_worker_after_any_token(
-    renderer: VllmRenderer, parsers: Parsers, tokenizer: Any, render: Render
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_answer_goes_on_in_another_worker_after_any_output(
+    renderer: VllmRenderer, parsers: Parsers, tokenizer: Any, size: int, render: Render
 ) -> None:
     worker = Worker(parsers, tokenizer, render(renderer, tools=TOOLS), f"{THOUGHT}{CALLS}")
-    whole = Said(worker.say())
-    for num_given in range(1, len(worker.pieces)):
-        num_chars = sum(len(text) for _, text in worker.pieces[:num_given])
+    outputs = list(worker.outputs(size=size))
+    answer = worker.begin().answer
+    whole = Said(answer.on_output(ids, text, finished=last) for ids, text, last in outputs)
+    for num_outputs in range(1, len(outputs)):
+        sizes = [len(ids) for ids, _, _ in outputs[:num_outputs]]
+        num_given, num_chars = sum(sizes), sum(len(text) for _, text, _ in outputs[:num_outputs])
         lost = worker.begin().answer
-        given = [lost.on_output([token], text, finished=False) for token, text in worker.pieces[:num_given]]
-        continued = worker.begin(Continued(num_given, num_chars)).answer
-        rest = [continued.on_output(ids, text, finished=last) for ids, text, last in worker.outputs(num_given)]
+        given = [lost.on_output(ids, text, finished=False) for ids, text, _ in outputs[:num_outputs]]
+        continued = worker.begin(Continued(num_given, num_chars, sizes)).answer
+        rest = [continued.on_output(ids, text, finished=last) for ids, text, last in worker.outputs(num_given, size)]
         assert Said([*given, *rest]).parts == whole.parts, num_given
 
 
@@ -398,3 +404,34 @@ async def test_a_parser_that_fails_ends_the_request_with_an_error_of_its_own(
     ).answer
     with pytest.raises(EngineError, match="the answer cannot be parsed: KeyError"):
         answer.on_output([1], "x", finished=False)
+
+
+async def test_answers_that_go_on_are_parsed_beside_the_loop(
+    renderer: VllmRenderer, parsers: Parsers, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some parsers need seconds for long calls, in which other streams go on."""
+    prompt = await renderer.render_chat({**CHAT, "tools": TOOLS})
+    worker = Worker(parsers, tokenizer, prompt, f"{THOUGHT}{CALLS}")
+    may_end, threads, begin = threading.Event(), [], parsers.begin
+
+    def slow(request: EngineRequest, params: Any) -> Any:
+        threads.append(threading.current_thread())
+        assert may_end.wait(PATIENCE_S)
+        return begin(request, params)
+
+    monkeypatch.setattr(parsers, "begin", slow)
+    requests = [
+        EngineRequest(
+            RequestId(f"r{number}"),
+            [*prompt.token_ids, *worker.token_ids[:9]],
+            prompt.sampling,
+            continued=Continued(9, 9),
+            parse=prompt.parse,
+        )
+        for number in range(2)
+    ]
+    asked = [asyncio.create_task(outputs_of(SaidByVllm(worker, 9), parsers, request)) for request in requests]
+    await until(lambda: len(threads) == 2)
+    assert threading.current_thread() not in threads
+    may_end.set()
+    assert all(await asyncio.gather(*asked))

@@ -73,6 +73,7 @@ class Continued(msgspec.Struct, frozen=True):
 
     num_tokens: int
     num_chars: int
+    sizes: Sequence[int] = ()  # tokens of each output, where it is parsed
 
 
 class Parse(msgspec.Struct, frozen=True):

@@ -126,7 +126,7 @@ class FairTurns:
     def _seen(self, tenant: TenantName) -> _Tenant:
         self._forget_unseen()
         known = self._tenants.setdefault(tenant, _Tenant())
-        if not (known.line or known.num_running):
+        if not known.line:
             known.had_s = max(known.had_s, self._clock_s)
         known.seen_s = time.monotonic()
         self._tenants.move_to_end(tenant)

@@ -12,7 +12,7 @@ import msgspec
 
 from kvferry.config import DEFAULT_POOL, GatewayConfig
 from kvferry.engine.base import RenderedPrompt
-from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded
+from kvferry.errors import ClientDeadline, InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded
 from kvferry.gateway.choices import Usage
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.models import Route
@@ -392,7 +392,8 @@ class Admission:
         self.idle.clear()
 
     def end(self, counted: CountedRequest) -> None:
-        if counted.error is not None and counted.error.http_status in (429, *range(500, 600)):
+        error = counted.error
+        if error is not None and not isinstance(error, ClientDeadline) and error.http_status in (429, *range(500, 600)):
             counted.claim.take_back_limits()
         counted.claim.release()
         if counted.tenant and self.by_tenant is not None:

@@ -102,6 +102,7 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
     if request.continued is not None:
         submit.continued.num_tokens = request.continued.num_tokens
         submit.continued.num_chars = request.continued.num_chars
+        submit.continued.sizes.extend(request.continued.sizes)
     if request.parse is not None:
         submit.parse.request = request.parse.request
     if request.tier is not None:
@@ -166,7 +167,7 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         keep_for_transfer=message.keep_for_transfer,
         transfer_params=transfer_params_from_wire(message.transfer_params) if message.transfer_params else None,
         cache_salt=message.cache_salt,
-        continued=Continued(message.continued.num_tokens, message.continued.num_chars)
+        continued=Continued(message.continued.num_tokens, message.continued.num_chars, tuple(message.continued.sizes))
         if message.HasField("continued")
         else None,
         parse=_parse_from_wire(message.parse) if message.HasField("parse") else None,

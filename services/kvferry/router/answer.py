@@ -29,6 +29,7 @@ class AnswerSoFar:
         self._deliver_text = on_text if on_text is not None else as_on_text(on_output)
         self._record = record
         self._num_chars = 0
+        self._sizes: list[int] | None = [] if request.parse is not None else None  # tokens of each output
         self._attempt = 0
         self._on_first_output: Callable[[], None] | None = None
 
@@ -58,21 +59,25 @@ class AnswerSoFar:
             request,
             request_id=RequestId(f"{request.request_id}-c{self._attempt}"),
             prompt_token_ids=array("I", [*request.prompt_token_ids, *given]),
-            continued=Continued(len(given), self._num_chars),
+            continued=Continued(len(given), self._num_chars, tuple(self._sizes or ())),
         )
 
     def on_output(self, output: EngineOutput) -> None:
         if self._on_first_output is not None:
             self._on_first_output()
             self._on_first_output = None
-        self.token_ids.extend(output.token_ids)
-        self._num_chars += len(output.text)
+        self._note(output.token_ids, output.text)
         self._deliver(output)
 
     def on_text(self, token_ids: Sequence[int], text: str) -> None:
         if self._on_first_output is not None:
             self.on_output(EngineOutput(token_ids, text))
             return
+        self._note(token_ids, text)
+        self._deliver_text(token_ids, text)
+
+    def _note(self, token_ids: Sequence[int], text: str) -> None:
         self.token_ids.extend(token_ids)
         self._num_chars += len(text)
-        self._deliver_text(token_ids, text)
+        if self._sizes is not None and token_ids:
+            self._sizes.append(len(token_ids))

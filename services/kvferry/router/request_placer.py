@@ -139,8 +139,8 @@ class RequestPlacer:
 
     @property
     def _has_begun(self) -> bool:
-        """Whether its client has part of the answer, or a worker was lost with it: it goes before new requests."""
-        return bool(self._answer.token_ids or self.losses.workers)
+        """Whether a worker had it before: it goes before new requests."""
+        return bool(self._answer.token_ids or self.losses.workers or self._record.num_preemptions)
 
     @functools.cached_property
     def digest(self) -> bytes:

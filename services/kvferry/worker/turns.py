@@ -30,6 +30,7 @@ RESERVED_SHARE: Final = 1 / 32
 MAX_RESERVED_SHARE: Final = 1 / 8
 # A stream that is preempted computes again what is no longer cached, so it has its slot for so long at least.
 MIN_GENERATING_S: Final = 0.25
+MAX_GENERATING_S: Final = 5.0  # where what comes before its first token took so long
 
 MAX_NAMED: Final = 64  # tenants in a report
 MAX_KNOWN: Final = 2048  # tenants whose work is counted; those that sent nothing for longest are forgotten first
@@ -62,7 +63,7 @@ class TenantTimes:
 class OnEngine:
     """One request on the engine. Tell it every output until the first with tokens."""
 
-    __slots__ = ("_end_prompt", "_stream", "_times", "count_tokens", "due_ms", "is_computing")
+    __slots__ = ("_begun_s", "_end_prompt", "_stream", "_times", "count_tokens", "due_ms", "is_computing")
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class OnEngine:
         self.is_computing = end_prompt is not None or stream is not None
         self._end_prompt = end_prompt
         self._stream = stream
+        self._begun_s = _now_s() if stream is not None else 0.0
 
     def note(self, output: EngineOutput | None) -> None:
         """End the prompt's turn; None for a request that ends without an output."""
@@ -84,7 +86,9 @@ class OnEngine:
             return
         self.is_computing = False
         if self._stream is not None:
-            self._stream.may_end_s = _now_s() + MIN_GENERATING_S
+            # What going on costs is not paid more often than it is used.
+            now_s = _now_s()
+            self._stream.may_end_s = now_s + min(max(MIN_GENERATING_S, now_s - self._begun_s), MAX_GENERATING_S)
         if self._end_prompt is not None:
             end_prompt, self._end_prompt = self._end_prompt, None
             end_prompt(output)
@@ -419,12 +423,37 @@ class _Stream:
         return self._task.uncancel()
 
 
+class _Line:
+    # A tenant's streams that wait: those that go on, then new ones, the first that came first.
+    __slots__ = ("_new", "_resumed")
+
+    def __init__(self) -> None:
+        self._resumed: deque[_Stream] = deque()
+        self._new: deque[_Stream] = deque()
+
+    def __len__(self) -> int:
+        return len(self._resumed) + len(self._new)
+
+    def add(self, stream: _Stream, *, is_resumed: bool) -> None:
+        (self._resumed if is_resumed else self._new).append(stream)
+
+    def popleft(self) -> _Stream:
+        return (self._resumed or self._new).popleft()
+
+    def remove(self, stream: _Stream) -> bool:
+        for line in (self._resumed, self._new):
+            if stream in line:
+                line.remove(stream)
+                return True
+        return False
+
+
 class _Slots:
     # Each slot of the batch goes to the tenant with the fewest streams for its share.
     def __init__(self, num_slots: int) -> None:
         num_reserved, max_reserved = int(num_slots * RESERVED_SHARE), int(num_slots * MAX_RESERVED_SHARE)
         self._slots: DecodeSlots[_Stream] = DecodeSlots(num_slots, num_reserved, max_reserved)
-        self._lines: dict[str, deque[_Stream]] = {}
+        self._lines: dict[str, _Line] = {}
         self._preempted: _Stream | None = None  # until it has left its slot
         self._timer: asyncio.TimerHandle | None = None
         self.waiting_tokens = 0
@@ -445,8 +474,7 @@ class _Slots:
         num_tokens = 0 if request.transfer_params is not None else len(request.prompt_token_ids)
         self._slots.set_weight(tenant, turn.share)
         stream = _Stream(is_preemptible=request.is_preemptible)
-        line = self._lines.setdefault(tenant, deque())
-        (line.appendleft if request.is_resumed else line.append)(stream)
+        self._lines.setdefault(tenant, _Line()).add(stream, is_resumed=request.is_resumed)
         self._slots.wait(tenant, _now_s())
         self.waiting_tokens += num_tokens
         self._feed()
@@ -455,8 +483,7 @@ class _Slots:
         except asyncio.CancelledError:
             if not stream.granted.cancelled():
                 self._end(tenant, stream)
-            elif stream in self._lines.get(tenant, ()):
-                self._lines[tenant].remove(stream)
+            elif (line := self._lines.get(tenant)) is not None and line.remove(stream):
                 self._leave(tenant)
                 self._feed()
             raise

@@ -177,3 +177,16 @@ async def test_work_whose_client_left_keeps_its_turn_until_it_ends() -> None:
     may_end.set()
     assert await asyncio.wait_for(turns.run("b", work), 10)
     assert turns.num_free == 1
+
+
+async def test_a_tenant_that_always_has_a_turn_saves_no_credit() -> None:
+    turns = FairTurns(3, 10, "full")
+    await turns.begin("a")
+    for _ in range(3):
+        await turns.begin("d")
+        turns.end("d", 10.0)
+    await turns.begin("a")
+    assert turns._tenants["a"].had_s >= 20.0, "as much as had the tenant of the last turn before it"
+    turns.end("a", 0.0)
+    turns.end("a", 30.0)
+    assert turns.num_free == 3

@@ -71,3 +71,14 @@ def test_a_continued_answer_is_fed_what_its_prompt_holds() -> None:
     # The engine gives what was not delivered with its next output.
     assert joined([answer.on_output([4], "de", finished=True)]) == "cde"
     assert parser.fed == [([1], "ab", False), ([2], "", False), ([3], "c", False), ([4], "de", True)]
+
+
+def test_a_continued_answer_is_fed_the_outputs_that_it_was_given_in() -> None:
+    """A parser says of two tokens at a time what it does not say of each."""
+    parser = Echo()
+    answer = ParsedAnswer(parser)
+    answer.resume([(1, "ab"), (2, ""), (3, "cd"), (4, "e")], 3, (3, 1))
+    assert parser.fed == [([1, 2, 3], "abc", False), ([4], "", False)]
+    parser.fed.clear()
+    answer.resume([(1, "ab"), (2, "c")], 3, (3, 1))
+    assert parser.fed == [([1], "ab", False), ([2], "c", False)], "sizes of another answer"

@@ -142,7 +142,9 @@ def test_transfer_parameters_that_are_nested_too_deeply_cannot_be_read() -> None
 
 
 def test_what_a_parser_needs_and_where_it_goes_on_survive_the_wire() -> None:
-    request = EngineRequest(RequestId("r-1"), [5, 6, 7], FULL, continued=Continued(1, 2), parse=Parse(b'{"a":1}'))
+    request = EngineRequest(
+        RequestId("r-1"), [5, 6, 7], FULL, continued=Continued(2, 2, (1, 1)), parse=Parse(b'{"a":1}')
+    )
     message = pb.Downward.FromString(codec.submit_to_wire(9, request).SerializeToString())
     assert codec.submit_from_wire(message.submit) == request
     message.submit.parse.num_tokens_before = 3

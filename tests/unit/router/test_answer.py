@@ -108,7 +108,11 @@ def test_a_continued_request_is_parsed_by_the_tokens_in_its_prompt() -> None:
     client = Client(Parse(b"{}"))
     client.give(1, 2)
     again = client.answer.next_request()
-    assert (again.continued, again.parse) == (Continued(2, 2), Parse(b"{}"))
+    assert (again.continued, again.parse) == (Continued(2, 2, (2,)), Parse(b"{}"))
+    client.answer.on_text([3], "")
+    client.answer.on_text([], "d")
+    client.give(4, 5, 6)
+    assert client.answer.next_request().continued == Continued(6, 6, (2, 1, 3))
 
 
 def test_an_answer_with_all_its_tokens_and_no_end_is_an_error() -> None:

@@ -281,6 +281,45 @@ async def test_a_stream_that_may_not_be_preempted_keeps_its_slot(clock: list[flo
     await end_all(turns, *noise, gold)
 
 
+async def test_a_stream_gives_tokens_for_as_long_as_its_start_took(clock: list[float]) -> None:
+    """What going on costs is no larger part, and a start of minutes keeps no slot for minutes."""
+    for start_s, kept_s in ((1.0, 1.0), (100.0, turns_module.MAX_GENERATING_S)):
+        turns, log = Turns(4, depth_ms=1e9), []
+        noise = noise_of(turns, log, 4)
+        await settled()
+        clock[0] += start_s
+        for client in noise:
+            client.first_token()
+        gold = Client(turns, request("gold", transferred=True), log)
+        clock[0] += kept_s - 0.01
+        await settled()
+        assert not gold.begun.is_set()
+        clock[0] += 0.02
+        await asyncio.wait_for(gold.begun.wait(), 5)
+        await end_all(turns, *noise, gold)
+
+
+async def test_streams_that_go_on_wait_in_their_order_before_new_ones() -> None:
+    turns, log = Turns(1), []
+    held = Client(turns, request("a", transferred=True), log)
+    await settled()
+    waiting = [
+        Client(turns, request("a", transferred=True, is_resumed=is_resumed), log)
+        for is_resumed in (False, True, True, False, True)
+    ]
+    await settled()
+    waiting[2].task.cancel()
+    await settled()
+    held.leave.set()
+    for number in (1, 4, 0, 3):
+        await asyncio.wait_for(waiting[number].begun.wait(), 5)
+        assert not any(
+            each.begun.is_set() for each in waiting if each is not waiting[number] and not each.leave.is_set()
+        )
+        waiting[number].leave.set()
+    await end_all(turns, held, *waiting)
+
+
 async def test_a_prompt_that_waits_for_its_turn_gives_its_slot_at_once() -> None:
     turns, log = Turns(4, depth_ms=1.0), []
     noise = noise_of(turns, log, 4, transferred=False, num_tokens=2000)

@@ -325,7 +325,8 @@ class SimEngine:
         if request.continued is not None:
             given = request.prompt_token_ids[-request.continued.num_tokens :]
             texts = Answer(b"", request.sampling, self._tokenizer, answer_tokens=1, default_seed=0).resume(given, 0)
-            parsed.resume(list(zip(given, texts, strict=True)), request.continued.num_chars)
+            continued = request.continued
+            parsed.resume(list(zip(given, texts, strict=True)), continued.num_chars, continued.sizes)
         return parsed
 
     def _admit(self, request: EngineRequest) -> TokenSequence:

@@ -31,6 +31,7 @@ from kvferry.engine.base import (
     PromptSources,
     RequestId,
     Sampling,
+    TenantName,
     TierHints,
     TransferParams,
     name_adapter,
@@ -39,6 +40,7 @@ from kvferry.engine.base import (
     validate_images,
     without_features,
 )
+from kvferry.engine.fair_turns import FairTurns
 from kvferry.engine.parsing import ParsedAnswer
 from kvferry.engine.vllm import draft_model
 from kvferry.engine.vllm.adapter_folder import stage
@@ -72,12 +74,15 @@ from kvferry.tenancy.outcome import TenantUsage
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
+    from kvferry.engine.vllm.parsing import Begun
+
 log = logging.getLogger(__name__)
 
 # A finished request's pages are kept from the next step on; a release may come earlier.
 _RELEASE_TRIES = 20
 _RELEASE_PAUSE_S = 0.05
 _MAX_PRIORITY = 2**62  # a number of 64 bits
+_MAX_REPLAYS = 4096  # more than a worker takes of answers that go on
 
 
 class VllmEngine:
@@ -119,6 +124,7 @@ class VllmEngine:
         self._continuations: Any = None
         self._stat_logger: Any = None
         self._parsers: Any = None
+        self._replays = FairTurns(1, _MAX_REPLAYS, "too many answers wait to go on")
         self._validator: StructuredOutputValidator | None = None
         self._folder: EngineFolder | None = None
         self._num_queued_prompt_tokens = 0
@@ -304,7 +310,7 @@ class VllmEngine:
             request = without_features(request)
             if request.continued is not None:
                 self._continuations.expect(request_id, request.continued)
-            params, parsed, options = self._prepare(request, transfer)
+            params, parsed, options = await self._prepare(request, transfer)
             assert self._validator is not None
             await self._validator.validate(params)
             if request.adapter:
@@ -346,7 +352,7 @@ class VllmEngine:
                 elif not reached:
                     await self.decline(request)
 
-    def _prepare(
+    async def _prepare(
         self, request: EngineRequest, transfer: dict[str, Any] | None
     ) -> tuple[SamplingParams, ParsedAnswer | None, dict[str, Any]]:
         from kvferry.engine.vllm.sampling import to_vllm
@@ -359,12 +365,12 @@ class VllmEngine:
         )
         parsed = None
         options: dict[str, Any] = {}
-        if self._has_tenants:
-            options["priority"] = min(round(request.due_ms * 1e3), _MAX_PRIORITY)  # the lowest first
         if request.parse is not None:
-            begun = self._parsers.begin(request, params)
+            begun = await self._begin_parser(request, params)
             parsed = begun.answer
             options |= begun.engine_arguments
+        if self._has_tenants:
+            options["priority"] = min(round(request.due_ms * 1e3), _MAX_PRIORITY)  # the lowest first
         is_hinted = self._has_tenants or self._tier.enabled
         floors = self._new_floors
         if is_hinted and (request.tier is not None or request.trace is not None or floors is not None):
@@ -372,6 +378,14 @@ class VllmEngine:
 
             options["kv_hints"] = to_kv_hints(request.request_id, request.tier or TierHints(), request.trace, floors)
         return params, parsed, options
+
+    async def _begin_parser(self, request: EngineRequest, params: SamplingParams) -> Begun:
+        if request.continued is None:
+            begun: Begun = self._parsers.begin(request, params)
+            return begun
+        # Some parsers need time by the square of the tokens so far: seconds, in which other streams have to go on.
+        tenant = TenantName(request.turn.tenant if request.turn is not None else "")
+        return await self._replays.run(tenant, lambda: asyncio.to_thread(self._parsers.begin, request, params))
 
     async def decline(self, request: EngineRequest) -> None:
         transfer, llm = request.transfer_params, self._llm

@@ -106,7 +106,7 @@ class Parsers:
         answer = ParsedAnswer(VllmParser(parser, chat, prompt))
         if continued is not None:
             given = request.prompt_token_ids[num_prompt:]
-            answer.resume(texts_of(self._tokenizer, prompt, given, params), continued.num_chars)
+            answer.resume(texts_of(self._tokenizer, prompt, given, params), continued.num_chars, continued.sizes)
         arguments: dict[str, Any] = {}
         if self._reasoning:
             arguments["reasoning_parser_kwargs"] = {"chat_template_kwargs": kwargs}

@@ -277,12 +277,14 @@ class Parse(_message.Message):
     def __init__(self, request: _Optional[bytes] = ..., num_tokens_before: _Optional[int] = ...) -> None: ...
 
 class Continued(_message.Message):
-    __slots__ = ("num_tokens", "num_chars")
+    __slots__ = ("num_tokens", "num_chars", "sizes")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CHARS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     num_chars: int
-    def __init__(self, num_tokens: _Optional[int] = ..., num_chars: _Optional[int] = ...) -> None: ...
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_tokens: _Optional[int] = ..., num_chars: _Optional[int] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("number",)

@@ -59,9 +59,10 @@ def _replaying(create: Any) -> Any:
     def create_and_replay(manager: Any, request: Any) -> Any:
         grammar = create(manager, request)
         if num_given := num_given_of(request.sampling_params):
-            constrained = _constrained(manager, request, list(request.prompt_token_ids[-num_given:]))
-            if constrained and not grammar.accept_tokens(request.request_id, constrained):
-                raise ValueError("the tokens so far do not fit the request's grammar")
+            # One by one, as they were given: a grammar that has ended takes whatever follows.
+            for token_id in _constrained(manager, request, list(request.prompt_token_ids[-num_given:])):
+                if not grammar.accept_tokens(request.request_id, [token_id]):
+                    raise ValueError("the tokens so far do not fit the request's grammar")
         return grammar
 
     return create_and_replay
