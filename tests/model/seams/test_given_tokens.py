@@ -36,12 +36,12 @@ class TestGivenTokens:
         # Limits, and what workers are told that they should have.
         assert "request.num_output_tokens >= request.max_tokens" in inspect.getsource(utils.check_stop)
         assert "req.num_output_tokens + req.num_output_placeholders" in inspect.getsource(scheduler)
-        # The first model runner.
+        # Model runner V1.
         source = inspect.getsource(gpu_model_runner.GPUModelRunner._update_states)
         assert source.count("= CachedRequestState(\n") == 1
         assert "output_token_ids=[]" in source
         assert "num_output_tokens < len(req_state.output_token_ids)" in source
-        # The second one.
+        # Model runner V2.
         assert isinstance(inspect.getattr_static(NewRequestData, "prompt_len"), property)
         source = inspect.getsource(model_runner.GPUModelRunner.add_requests)
         assert "prompt_len = new_req_data.prompt_len" in source

@@ -40,7 +40,7 @@ class TestSeededNoise:
         assert source.count("generators") == 1
         assert "self.sampler(" in inspect.getsource(seeded_noise._own_sample)
 
-    def test_the_second_runner_still_draws_by_position(self) -> None:
+    def test_model_runner_v2_still_draws_by_position(self) -> None:
         from vllm.v1.worker.gpu.sample import gumbel
 
         assert "def murmur3_hash32(seed, pos, offset" in inspect.getsource(gumbel)

@@ -35,8 +35,8 @@ def count_given_tokens() -> None:
 
 def sample_after_given_tokens() -> None:
     """Affects all requests of this process, a worker of an engine. Idempotent."""
-    gpu_model_runner.CachedRequestState = _state  # vLLM's first model runner
-    NewRequestData.prompt_len = property(_prompt_len)  # the second one
+    gpu_model_runner.CachedRequestState = _state  # of vLLM's model runner V1
+    NewRequestData.prompt_len = property(_prompt_len)  # of V2
 
 
 def _num_output_tokens(request: Any) -> int:

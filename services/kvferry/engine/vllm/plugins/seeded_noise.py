@@ -1,9 +1,9 @@
 """Noise of requests with a seed: it follows from the seed and the number of output tokens."""
 
-# So an answer goes on in another engine with the noise that it would have had. vLLM's first model runner draws from one
+# So an answer goes on in another engine with the noise that it would have had. vLLM's model runner V1 draws from one
 # stream for each request, which another engine would begin anew. It draws also for a prompt that is not at its end, and
 # takes the draw back by an offset. Generators of the CPU have none (`CPU Generator does not use offset`): the engine
-# ended with the first such request. The second runner draws by position.
+# ended with the first such request. V2 draws by position.
 
 from __future__ import annotations
 
