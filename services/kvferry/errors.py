@@ -291,10 +291,6 @@ class DeadlineExceeded(KvferryError):
     code = "deadline_exceeded"
 
 
-class ClientDeadline(DeadlineExceeded):
-    """The client's own."""
-
-
 class EngineError(KvferryError):
     """The engine failed on one request and goes on."""
 

@@ -36,7 +36,7 @@ from kvferry.store.volume import Volume
 from kvferry.tenancy.namespace import Namespace
 from support.tier_keeper import Engine, KeeperProcess, SwitchableIo, engine, keeping, tier_config
 from support.tier_rows import Rows, key_of, layout_of, rows_of
-from support.waiting import SOON_S, until
+from support.waiting import PATIENCE_S, SOON_S, until
 
 ROW_BYTES = 64 << 10
 LAYOUT = layout_of(ROW_BYTES)
@@ -461,7 +461,8 @@ async def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None
 
 async def test_a_volume_that_hangs_is_left_alone_and_heals(tmp_path: Path, rows: Rows) -> None:
     ios, gate = [SwitchableIo(), SwitchableIo()], threading.Event()
-    config = tier_config(tmp_path, num_volumes=2, io_timeout_s=0.4, breaker_retry_s=0.2)
+    # What waits fails with the volume, however late a busy machine looks at it.
+    config = tier_config(tmp_path, num_volumes=2, io_timeout_s=0.4, queue_timeout_s=PATIENCE_S, breaker_retry_s=0.2)
     async with keeping(config, ios) as keeper, engine_of(keeper, rows) as a:
         for i in range(32):
             await a.store([i])  # one by one, so that both get some

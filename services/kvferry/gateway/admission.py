@@ -12,7 +12,7 @@ import msgspec
 
 from kvferry.config import DEFAULT_POOL, GatewayConfig
 from kvferry.engine.base import RenderedPrompt
-from kvferry.errors import ClientDeadline, InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded
+from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded
 from kvferry.gateway.choices import Usage
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.models import Route
@@ -282,7 +282,7 @@ class CountedRequest:
     """
 
     __slots__ = (
-        "_admission", "begun_s", "body", "claim", "ended_by", "endpoint", "error", "expire", "status",
+        "_admission", "begun_s", "body", "claim", "ended_by", "endpoint", "error", "expire", "has_own_end", "status",
         "tenant", "trace",
     )  # fmt: skip
 
@@ -296,6 +296,7 @@ class CountedRequest:
         self.error: KvferryError | None = None
         self.expire: Callable[[], None] | None = None  # ends its time, once it is served
         self.ended_by: KvferryError | None = None  # why it ends before its time
+        self.has_own_end = False  # its client gave it a deadline, which passed: what was computed for it counts
         self.tenant = ""  # once it is known, where requests are counted by tenant
         self._admission = admission
 
@@ -393,7 +394,7 @@ class Admission:
 
     def end(self, counted: CountedRequest) -> None:
         error = counted.error
-        if error is not None and not isinstance(error, ClientDeadline) and error.http_status in (429, *range(500, 600)):
+        if error is not None and not counted.has_own_end and error.http_status in (429, *range(500, 600)):
             counted.claim.take_back_limits()
         counted.claim.release()
         if counted.tenant and self.by_tenant is not None:

@@ -14,7 +14,6 @@ from kvferry.addresses import join_host_port
 from kvferry.config import GatewayConfig
 from kvferry.errors import (
     BodyTooLarge,
-    ClientDeadline,
     ConfigError,
     DeadlineExceeded,
     EngineError,
@@ -346,10 +345,11 @@ class GrpcEndpoint:
                     counted.end(counted.ended_by)
                 return await answer
         except TimeoutError:
-            raise counted.ended_by or (
-                DeadlineExceeded(f"the request took longer than {timeout_s:g} s (gateway.request_timeout_s)")
+            counted.has_own_end = not is_ours
+            raise counted.ended_by or DeadlineExceeded(
+                f"the request took longer than {timeout_s:g} s (gateway.request_timeout_s)"
                 if is_ours
-                else ClientDeadline("the deadline of the call passed")
+                else "the deadline of the call passed"
             ) from None
 
     def _identify(self, context: Context) -> Tenant:
