@@ -13,13 +13,13 @@ import httpx
 from bench.live_cluster import MODEL, config_of, running
 from bench.results import BenchFailed
 
-NUM_SLOTS = 32  # of each of two decode workers
-STEP_MS = 20.0
-NUM_STREAMS = 80  # of each tenant, at a time
-GOLD_TOKENS = 100
+NUM_SLOTS = 64  # of each of two decode workers
+STEP_MS = 200.0
+NUM_STREAMS = 160  # of each tenant, at a time
+GOLD_TOKENS = 30
 NOISE_TOKENS = 5000  # longer than the measurement
 HELD_S = 3.0  # how long noise has all slots before gold comes
-SETTLE_S = 6.0
+SETTLE_S = 12.0
 
 CASES: Mapping[str, Mapping[str, Any]] = {
     "plain": {"temperature": 0},
