@@ -27,7 +27,7 @@ from rich.table import Table
 from bench.chaos import overload
 from bench.chaos.bills import compare_bills
 from bench.chaos.faults import Fault, etcd_away, hanging, killing, leaving, poisoning, refusing, upgrading
-from bench.chaos.fleet import Fleet, billed, fleet
+from bench.chaos.fleet import SIM_ENGINE, Fleet, billed, fleet
 from bench.chaos.load import (
     UNDISTURBED_AT_ONCE,
     Client,
@@ -203,6 +203,10 @@ async def long_streams(running: Fleet, prompts: list[str]) -> AsyncIterator[Call
 
 
 def _of_two_releases(kind: MemberKind, i: int) -> dict[str, Any]:
+    # Slots for all streams. When a worker is killed, nobody can say which requests only waited for its slots: they are
+    # blamed, and one that waits at two of them in a row is refused.
+    if kind is MemberKind.DECODE:
+        return {"engine": SIM_ENGINE}
     return {"release": "previous"} if kind is MemberKind.GATEWAY and i else {}
 
 
