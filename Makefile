@@ -31,7 +31,7 @@ help: ## Show this list
 setup: ## Make the environment in .venv; nothing to do when it is up to date
 	@$(PYTHON) tools/setup_environment.py $(if $(ENGINE),--engine $(ENGINE))
 
-$(STAMP): pyproject.toml loadtest/pyproject.toml tools/setup_environment.py tools/fetch_helm.py
+$(STAMP): pyproject.toml $(wildcard services/*/pyproject.toml) loadtest/pyproject.toml tools/setup_environment.py tools/fetch_helm.py
 	@$(PYTHON) tools/setup_environment.py $(if $(ENGINE),--engine $(ENGINE))
 
 up: $(STAMP) ## Start a cluster on this machine and ask it one question
@@ -161,8 +161,9 @@ test-image: $(STAMP) ## Build the CPU image on BASE, start a cluster in it and a
 release-check: $(STAMP) ## Do everything of a release but publish it; ARGS="--unreleased --image BASE"
 	@$(BIN)/python tools/release_check.py $(ARGS)
 
-build: $(STAMP) ## Build the wheel and the source archive into dist/
-	@$(BIN)/hatchling build
+build: $(STAMP) ## Build the wheels and the source archives into dist/
+	@for folder in . services/kvferry_plan services/kvferry_operator; do \
+		(cd $$folder && $(CURDIR)/$(BIN)/hatchling build -d $(CURDIR)/dist) || exit; done
 
 ci: ## What continuous integration runs
 	@.ci/run

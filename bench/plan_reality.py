@@ -30,15 +30,16 @@ import httpx
 
 import kvferry
 from bench.results import BenchFailed, Results, run_benchmark
-from kvferry import model_catalogue, model_folder
-from kvferry.plan_commands import measuring
-from kvferry.planner.assumptions import DEFAULTS
-from kvferry.planner.calibration import calibrate
-from kvferry.planner.gpu_catalogue import shipped
-from kvferry.planner.layouts import Layout
-from kvferry.planner.memory import kv_room
-from kvferry.planner.models import planned
-from kvferry.planner.roofline import Engine
+from kvferry import model_folder
+from kvferry_plan import model_catalogue
+from kvferry_plan.commands import measuring
+from kvferry_plan.planner.assumptions import DEFAULTS
+from kvferry_plan.planner.calibration import calibrate
+from kvferry_plan.planner.gpu_catalogue import shipped
+from kvferry_plan.planner.layouts import Layout
+from kvferry_plan.planner.memory import kv_room
+from kvferry_plan.planner.models import planned
+from kvferry_plan.planner.roofline import Engine
 
 BLOCK_SIZE = 32
 KV_CACHE_GIB = 1

@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from generated_pages import write_or_check
 
 from kvferry.cli import main as main_command
-from kvferry.planner import engine_settings, published
-from kvferry.planner.assumptions import DEFAULTS, describe
-from kvferry.planner.gpu_catalogue import shipped
-from kvferry.planner.profiles import PROFILES
-from kvferry.planner.rules import RULES
+from kvferry_plan.planner import engine_settings, published
+from kvferry_plan.planner.assumptions import DEFAULTS, describe
+from kvferry_plan.planner.gpu_catalogue import shipped
+from kvferry_plan.planner.profiles import PROFILES
+from kvferry_plan.planner.rules import RULES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 _RATES: tuple[Literal["bfloat16"], Literal["fp8"], Literal["fp4"]] = ("bfloat16", "fp8", "fp4")
@@ -30,7 +30,7 @@ _EXAMPLE = re.compile(r"```\n\$ (?P<command>kvferry plan [^\n]*)\n.*?\n```", re.
 _HEAD = """\
 # Headroom and thresholds
 
-Generated from `services/kvferry/planner/rules.py` and the chart's
+Generated from `services/kvferry_plan/planner/rules.py` and the chart's
 [alerts](../deploy/helm/kvferry/files/alerts.yaml) by `make plan-docs`; `make check` says when it is not up to date.
 The same rules are behind `kvferry plan` (it plans KV pages to 85 %) and `kvferry plan --list rules`.
 

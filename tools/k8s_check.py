@@ -33,9 +33,9 @@ import urllib3
 import yaml
 
 from kvferry.membership.base import Member, MemberId, MemberKind
-from kvferry.rollout.__main__ import DONE_ROUNDS, Rollout, words
-from kvferry.rollout.kubernetes_api import KubernetesApi, worker_counts
-from kvferry.rollout.plan import ROLES, Blocked, Done
+from kvferry_operator.__main__ import DONE_ROUNDS, Rollout, words
+from kvferry_operator.kubernetes_api import KubernetesApi, worker_counts
+from kvferry_operator.plan import ROLES, Blocked, Done
 
 RELEASE = "kv"
 READY_S = 900

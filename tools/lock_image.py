@@ -22,6 +22,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import NamedTuple
 
+from distributions import CORE, SATELLITES
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -55,16 +56,15 @@ class LockFailed(Exception):
 
 def from_environment(extra: str) -> dict[str, str]:
     """name -> version of all that pyproject.toml asks for with this extra, as installed here."""
-    project = _project()
     left_out = {canonicalize_name(name) for name in CUDA_COMPANIONS}
     versions: dict[str, str] = {}
-    waiting = [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"][extra])]
+    waiting = asked_for(extra)
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
         key = (name, frozenset(requirement.extras))
-        if name in left_out or key in seen:
+        if name in left_out or key in seen or name.startswith(PROJECT):
             continue
         seen.add(key)
         needed = distribution(requirement.name)
@@ -78,8 +78,15 @@ def _applies(requirement: Requirement, extras: set[str]) -> bool:
     return marker is None or any(marker.evaluate({"extra": each}) for each in (*extras, ""))
 
 
-def _project() -> dict:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+def asked_for(extra: str) -> list[Requirement]:
+    """What the core asks for with this extra, and what the satellites ask for."""
+    core, *satellites = (_project(folder) for folder in (CORE, *SATELLITES))
+    texts = [*core["dependencies"], *core["optional-dependencies"][extra]]
+    return [Requirement(text) for text in (*texts, *(text for each in satellites for text in each["dependencies"]))]
+
+
+def _project(folder: Path) -> dict:
+    return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def resolved(*arguments: str) -> dict[str, Locked]:
@@ -96,7 +103,7 @@ def resolved(*arguments: str) -> dict[str, Locked]:
     found: dict[str, Locked] = {}
     for item in items:
         name = canonicalize_name(item["metadata"]["name"])
-        if name == PROJECT:
+        if name.startswith(PROJECT):
             continue
         download = item["download_info"]
         digest = download.get("archive_info", {}).get("hashes", {}).get("sha256")
@@ -131,7 +138,7 @@ def lock_cpu(present: dict[str, str]) -> dict[str, Locked]:
 
 def lock_resolved(engine: str, present: dict[str, str]) -> dict[str, Locked]:
     if engine == "gpu":
-        wanted = [".[gpu]", *CUDA_COMPILER]
+        wanted = [".[gpu]", *map(str, SATELLITES), *CUDA_COMPILER]
     else:
         build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
         wanted = [*build, *BUILD_TOOLS]

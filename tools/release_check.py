@@ -2,7 +2,7 @@
 
     python tools/release_check.py [--unreleased] [--offline] [--image BASE]
 
-Artefacts go to dist/: wheel, source archive, chart, notes and SHA256SUMS. Every check runs; the exit code is 1 when
+Artefacts go to dist/: wheels, source archives, chart, notes and SHA256SUMS. Every check runs; the exit code is 1 when
 one failed.
 """
 
@@ -18,11 +18,12 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import helm_check
 import yaml
+from distributions import CORE, SATELLITES
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "deploy" / "helm" / "kvferry"
@@ -33,11 +34,11 @@ class CheckFailed(Exception):
     """The message says what to mend."""
 
 
-def run(*command: str | Path, environ: dict[str, str] | None = None) -> str:
+def run(*command: str | Path, environ: dict[str, str] | None = None, cwd: Path = ROOT) -> str:
     """Return a command's output. Raises CheckFailed with the end of it."""
     done = subprocess.run(
         [str(word) for word in command],
-        cwd=ROOT,
+        cwd=cwd,
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -50,8 +51,8 @@ def run(*command: str | Path, environ: dict[str, str] | None = None) -> str:
     return done.stdout.strip()
 
 
-def package_version() -> str:
-    text = (ROOT / "services" / "kvferry" / "__init__.py").read_text(encoding="utf-8")
+def package_version(file: Path = ROOT / "services" / "kvferry" / "__init__.py") -> str:
+    text = file.read_text(encoding="utf-8")
     found = re.search(r'(?m)^__version__ = "([^"]+)"$', text)
     assert found is not None
     return found[1]
@@ -72,8 +73,13 @@ def check_tree() -> str:
 
 
 def check_versions(unreleased: bool) -> str:
-    """The package, the chart and the changelog name one version, whose tag is free or here."""
+    """The packages, the chart and the changelog name one version, whose tag is free or here."""
     version = package_version()
+    for each in SATELLITES:
+        if package_version(each / "__init__.py") != version:
+            raise CheckFailed(f"{each.name} has another version than kvferry, {version}")
+        if f'"kvferry=={version}"' not in (each / "pyproject.toml").read_text(encoding="utf-8"):
+            raise CheckFailed(f"{each.name}/pyproject.toml does not ask for kvferry=={version}")
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     for key in ("version", "appVersion"):
         if str(chart[key]) != version:
@@ -90,13 +96,14 @@ def check_versions(unreleased: bool) -> str:
 
 
 def build_packages() -> str:
-    """Build wheel and source archive twice: equal commits make equal files."""
+    """Build wheels and source archives twice: equal commits make equal files."""
     digests = []
     epoch = run("git", "log", "-1", "--format=%ct")
     for _ in range(2):
         with tempfile.TemporaryDirectory() as folder:
             environ = os.environ | {"SOURCE_DATE_EPOCH": epoch}
-            run(sys.executable, "-m", "hatchling", "build", "--directory", folder, environ=environ)
+            for each in (CORE, *SATELLITES):
+                run(sys.executable, "-m", "hatchling", "build", "--directory", folder, environ=environ, cwd=each)
             files = sorted(Path(folder).iterdir())
             digests.append([(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files])
             for file in files:
@@ -107,48 +114,43 @@ def build_packages() -> str:
 
 
 def install_packages() -> str:
-    """Install each file into an empty environment, which borrows the dependencies of this one, and run it there."""
+    """Install the files of each kind into an empty environment, which borrows the dependencies of this one."""
     version = package_version()
-    for name in (f"kvferry-{version}-py3-none-any.whl", f"kvferry-{version}.tar.gz"):
+    names = [f"kvferry-{version}", *(f"{each.name}-{version}" for each in SATELLITES)]
+    for ending in ("-py3-none-any.whl", ".tar.gz"):
         with tempfile.TemporaryDirectory() as folder:
-            install_and_run(DIST / name, Path(folder), version)
-    return "wheel and source archive answer --version and --help"
+            install_and_run([DIST / f"{name}{ending}" for name in names], Path(folder), version)
+    return "wheels and source archives answer --version and --help"
 
 
-def install_and_run(file: Path, folder: Path, version: str) -> None:
-    """Raises CheckFailed when the installed program does not start, or is not the file's."""
+def install_and_run(files: Sequence[Path], folder: Path, version: str) -> None:
+    """Raises CheckFailed when an installed program does not start, or is not the files'."""
     # Build isolation would fetch hatchling, which is here.
     options = ("--no-deps", "--no-index", "--disable-pip-version-check", "--quiet")
-    wheel = file
-    if file.suffix != ".whl":
-        run(
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            *options,
-            "--no-build-isolation",
-            "--wheel-dir",
-            folder / "built",
-            file,
-        )
-        (wheel,) = (folder / "built").iterdir()
+    wheels = files
+    if files[0].suffix != ".whl":
+        built = folder / "built"
+        run(sys.executable, "-m", "pip", "wheel", *options, "--no-build-isolation", "--wheel-dir", built, *files)
+        wheels = list(built.iterdir())
     venv.create(folder / "env", with_pip=False, symlinks=True)
     python = folder / "env" / "bin" / "python"
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, environ=environ)
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, *wheels, environ=environ)
     # After pip, which would take this environment's kvferry for an older one; .pth files that lead to this checkout
     # do not count in folders that a .pth file names.
     (site,) = (folder / "env").glob("lib/python*/site-packages")
     borrowed = [path for path in sys.path if path.endswith("site-packages")]
     (site / "borrowed.pth").write_text("".join(f"{path}\n" for path in borrowed), encoding="utf-8")
-    where = run(python, "-c", "import kvferry; print(kvferry.__file__)", environ=environ)
-    if not where.startswith(str(folder.resolve())):
-        raise CheckFailed(f"{file.name}: kvferry was imported from {where}")
+    for name in ("kvferry", *(each.name for each in SATELLITES)):
+        where = run(python, "-c", f"import {name}; print({name}.__file__)", environ=environ)
+        if not where.startswith(str(folder.resolve())):
+            raise CheckFailed(f"{files[0].name}: {name} was imported from {where}")
     program = folder / "env" / "bin" / "kvferry"
     if version not in (said := run(program, "--version", environ=environ)):
-        raise CheckFailed(f"{file.name}: --version said {said}")
+        raise CheckFailed(f"{files[0].name}: --version said {said}")
     run(program, "--help", environ=environ)
+    run(program, "plan", "--help", environ=environ)
+    run(python, "-m", "kvferry_operator", "--help", environ=environ)
 
 
 def check_chart() -> str:
@@ -178,7 +180,7 @@ def build_image(base: str) -> str:
 
 def write_sums() -> str:
     version = package_version()
-    files = sorted(file for file in DIST.glob(f"kvferry-{version}*") if file.is_file())
+    files = sorted(file for file in DIST.glob(f"kvferry*-{version}*") if file.is_file())
     lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
     (DIST / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
     return f"{len(files)} files"

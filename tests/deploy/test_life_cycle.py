@@ -1,6 +1,6 @@
 """The life of a release on a model of KubeRay: install, change counts, change the image, roll back, uninstall, again.
 
-The chart renders, kvferry.rollout acts through its own client over HTTP, and tests/support/kuberay_model.py answers.
+The chart renders, kvferry_operator acts through its own client over HTTP, and tests/support/kuberay_model.py answers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import yaml
 
 from kvferry.errors import UnavailableError
 from kvferry.membership.base import Member
-from kvferry.rollout.__main__ import Rollout
-from kvferry.rollout.kubernetes_api import KubernetesApi
-from kvferry.rollout.lease import DURATION_S
-from kvferry.rollout.plan import Blocked, Done, SetSpec, Step, Wait
+from kvferry_operator.__main__ import Rollout
+from kvferry_operator.kubernetes_api import KubernetesApi
+from kvferry_operator.lease import DURATION_S
+from kvferry_operator.plan import Blocked, Done, SetSpec, Step, Wait
 from support.chart import helm_check, load_tool, newest_helm, one, write_values
 from support.fake_api_server import write_kubeconfig
 from support.fake_leases import Clock

@@ -22,14 +22,17 @@ def release_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType
     return module
 
 
-def test_wheel_and_source_archive_are_reproducible_and_run_in_an_empty_environment(
+def test_wheels_and_source_archives_are_reproducible_and_run_in_an_empty_environment(
     release_check: ModuleType, tmp_path: Path
 ) -> None:
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("the time of the build is the commit's, and this is no checkout")
     said = release_check.build_packages()
     version = release_check.package_version()
-    assert said == f"kvferry-{version}-py3-none-any.whl, kvferry-{version}.tar.gz"
+    names = [f"{name}-{version}" for name in ("kvferry", "kvferry_operator", "kvferry_plan")]
+    assert sorted(said.split(", ")) == sorted(
+        f"{name}{end}" for name in names for end in ("-py3-none-any.whl", ".tar.gz")
+    )
     assert {file.name for file in tmp_path.iterdir()} == set(said.split(", "))
     release_check.install_packages()
 
@@ -50,9 +53,9 @@ def test_notes_are_the_part_of_their_version(release_check: ModuleType) -> None:
 
 def test_a_file_of_another_version_is_refused(release_check: ModuleType, tmp_path: Path) -> None:
     release_check.build_packages()
-    wheel = tmp_path / f"kvferry-{release_check.package_version()}-py3-none-any.whl"
+    wheels = [*tmp_path.glob("*.whl")]
     with pytest.raises(release_check.CheckFailed, match="--version said"):
-        release_check.install_and_run(wheel, tmp_path / "other", "9.9.9")
+        release_check.install_and_run(wheels, tmp_path / "other", "9.9.9")
 
 
 def test_the_page_names_targets_and_files_that_exist() -> None:

@@ -31,6 +31,7 @@ def load_tool(name: str) -> ModuleType:
 
 
 generated_pages = load_tool("generated_pages")  # before their users
+distributions = load_tool("distributions")
 chart_rules = load_tool("chart_rules")
 cel_rules = load_tool("cel_rules")
 helm_check = load_tool("helm_check")

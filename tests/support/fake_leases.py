@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass
 
 from kvferry.errors import UnavailableError
-from kvferry.rollout.plan import Document
+from kvferry_operator.plan import Document
 
 
 @dataclass

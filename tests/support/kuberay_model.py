@@ -1,4 +1,4 @@
-"""A small KubeRay, kubelet and Serve, in turns, behind an API server that kvferry.rollout calls over HTTP.
+"""A small KubeRay, kubelet and Serve, in turns, behind an API server that kvferry_operator calls over HTTP.
 
 The operator's rules are those of KubeRay v1.7.0 (ray-operator/controllers/ray): each names its function there.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from kvferry.rollout.kubernetes_api import worker_counts
+from kvferry_operator.kubernetes_api import worker_counts
 
 Document = dict[str, Any]
 

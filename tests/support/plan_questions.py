@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry import model_catalogue
-from kvferry.planner import models, workload
-from kvferry.planner.gpu_catalogue import shipped
-from kvferry.planner.models import PlannedModel
-from kvferry.planner.question import Question
+from kvferry_plan import model_catalogue
+from kvferry_plan.planner import models, workload
+from kvferry_plan.planner.gpu_catalogue import shipped
+from kvferry_plan.planner.models import PlannedModel
+from kvferry_plan.planner.question import Question
 
 DEMAND = {"prompt", "output", "users", "rate_per_s", "ttft_s", "tpot_s", "think_s", "prefix_share", "restored_share"}
 

@@ -221,3 +221,11 @@ def test_an_undecided_report_says_what_is_allowed_and_what_to_do(capsys: pytest.
     print_report(msgspec.structs.replace(passed, verdict="undecided", lengths=(length,)))
     assert "undecided at 1,024 tokens" in (shown := capsys.readouterr().out)
     assert "take more --samples than 4 (at most 64)" in shown
+
+
+def test_a_command_of_a_package_that_is_not_installed_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "entry_points", lambda **_: ())
+    result = run("plan", "llama-3.1-8b", "--gpu", "h100")
+    assert result.exit_code == 2
+    assert result.stderr == "kvferry: plan is a command of the package kvferry-plan: pip install kvferry-plan\n"
+    assert "Not installed: pip install kvferry-plan" in run("--help").output

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError
-from kvferry.model_catalogue import catalogue, find, geometry_of
 from kvferry.pages.geometry.config_fields import MAX_LAYERS
 from kvferry.pages.geometry.config_json import from_config
 from kvferry.pages.geometry.kv_dtypes import KV_DTYPES, kv_dtype
 from kvferry.pages.geometry.layers import KvLayers, LayerKind
+from kvferry_plan.model_catalogue import catalogue, find, geometry_of
 
 # Bytes of a token over all layers, while no window is full.
 KNOWN = {

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from kvferry.engine.base import TenantName
@@ -133,11 +134,10 @@ class FairTurns:
         return known
 
     def _forget_unseen(self) -> None:
-        for name, known in list(self._tenants.items()):
-            if time.monotonic() - known.seen_s < _SEEN_S:
-                return
-            if not (known.line or known.num_running):
-                del self._tenants[name]
+        latest_s = time.monotonic() - _SEEN_S
+        unseen = takewhile(lambda item: item[1].seen_s <= latest_s, self._tenants.items())
+        for name in [name for name, known in unseen if not (known.line or known.num_running)]:
+            del self._tenants[name]
 
     def _shorten_longest_line(self, newest: TenantName) -> None:
         longest = max(self._waiting, key=lambda name: len(self._waiting[name].line), default=newest)

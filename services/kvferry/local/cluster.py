@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import psutil
 
-from kvferry import model_catalogue, model_folder, plain_yaml, shared_memory
+from kvferry import model_folder, plain_yaml, shared_memory
 from kvferry.addresses import free_port, node_address
 from kvferry.config import ClusterConfig, GatewayConfig, parse
 from kvferry.engine.vllm.chat_template import read_chat_template
@@ -38,6 +38,7 @@ from kvferry.local.processes import ProcessIdentity, belonging, end_all
 from kvferry.local.progress import NoProgress, Progress
 from kvferry.local.ray_process import Ray, engine_environment, is_of_ray, ray_environment, start_ray
 from kvferry.local.run_folder import ClusterBusy, ClusterRecord, RunFolder, run_folder
+from kvferry.pages.geometry.config_json import from_config
 from kvferry.quality.required import check_quality_report
 from kvferry.store.keyring import load_keyring
 from kvferry.vllm_arguments import SPECULATION, draft_model
@@ -447,7 +448,7 @@ def _folder_of(config: ClusterConfig, progress: Progress, key: str = "model.path
         path = model_folder.resolve(config.model.path, report=progress.detail, key=key)
     if config.engine.quality_report is not None:
         with progress.step("quality report"):
-            geometry = model_catalogue.geometry_of(str(path))
+            geometry = from_config(model_folder.read_config(str(path)), name=str(path))
             weights = weights_revision(path, model_folder.cache_folder() / "weights")
             check_quality_report(config, context_length=geometry.context_length, weights=weights)
     return str(path)

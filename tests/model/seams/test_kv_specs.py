@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from bench import tiny_models
-from kvferry.model_catalogue import catalogue
 from kvferry.pages.geometry.config_json import from_config
 from kvferry.pages.geometry.layers import LatentLayers
+from kvferry_plan.model_catalogue import catalogue
 from support.processors import AVX512_BF16, PROCESSORS, Processor, imitated
 from support.vllm_kv_specs import built_model, our_pages, sizes_of, vllm_pages, vllm_process_group
 

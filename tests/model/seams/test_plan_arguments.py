@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.planner import emit, engine_settings, kv_dtypes, plan
+from kvferry_plan.planner import emit, engine_settings, kv_dtypes, plan
 from support.plan_questions import question
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.planner.arithmetic import MAX_EXPONENT, MAX_FORMULA_CHARS, evaluate
+from kvferry_plan.planner.arithmetic import MAX_EXPONENT, MAX_FORMULA_CHARS, evaluate
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError
-from kvferry.plan_commands import measuring
-from kvferry.plan_commands.measuring import MeasuringFailed, measure
-from kvferry.planner.assumptions import DEFAULTS
-from kvferry.planner.calibration import Calibration, DecodeMeasurement, PrefillMeasurement, calibrate
-from kvferry.planner.gpu_catalogue import shipped
-from kvferry.planner.layouts import Layout
-from kvferry.planner.roofline import Engine
+from kvferry_plan.commands import measuring
+from kvferry_plan.commands.measuring import MeasuringFailed, measure
+from kvferry_plan.planner.assumptions import DEFAULTS
+from kvferry_plan.planner.calibration import Calibration, DecodeMeasurement, PrefillMeasurement, calibrate
+from kvferry_plan.planner.gpu_catalogue import shipped
+from kvferry_plan.planner.layouts import Layout
+from kvferry_plan.planner.roofline import Engine
 from support.plan_questions import planned_model
 
 

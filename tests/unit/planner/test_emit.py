@@ -8,7 +8,7 @@ import pytest
 
 from kvferry import config as configuration
 from kvferry.errors import ConfigError
-from kvferry.planner import emit, plan
+from kvferry_plan.planner import emit, plan
 from support.plan_questions import question
 
 NAMES = {"model_path": "meta-llama/Llama-3.1-8B", "served_name": "llama"}

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.planner import gpu_catalogue
-from kvferry.planner.gpu_catalogue import MAX_FILE_BYTES, MAX_GPUS, find, merged, shipped
+from kvferry_plan.planner import gpu_catalogue
+from kvferry_plan.planner.gpu_catalogue import MAX_FILE_BYTES, MAX_GPUS, find, merged, shipped
 
 
 def test_the_asked_for_gpus_are_there_with_source_and_date() -> None:

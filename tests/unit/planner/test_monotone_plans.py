@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.planner import plan
-from kvferry.planner.layouts import Layout
-from kvferry.planner.plan import NoPlan
-from kvferry.planner.sizing import Candidate, size
+from kvferry_plan.planner import plan
+from kvferry_plan.planner.layouts import Layout
+from kvferry_plan.planner.plan import NoPlan
+from kvferry_plan.planner.sizing import Candidate, size
 from support.plan_questions import question
 
 MODELS = ("llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-27b", "deepseek-v3")

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry import model_catalogue
 from kvferry.errors import ConfigError
 from kvferry.pages.geometry.config_json import from_config
-from kvferry.planner import answer, emit, kv_dtypes, layouts, models, plan
-from kvferry.planner.assumptions import DEFAULTS, describe, with_values
-from kvferry.planner.explain import explain
-from kvferry.planner.gpu_catalogue import shipped
-from kvferry.planner.layouts import Layout
-from kvferry.planner.plan import NoPlan
-from kvferry.planner.question import priced
-from kvferry.planner.roofline import Engine
-from kvferry.planner.sizing import Candidate, Miss, size
+from kvferry_plan import model_catalogue
+from kvferry_plan.planner import answer, emit, kv_dtypes, layouts, models, plan
+from kvferry_plan.planner.assumptions import DEFAULTS, describe, with_values
+from kvferry_plan.planner.explain import explain
+from kvferry_plan.planner.gpu_catalogue import shipped
+from kvferry_plan.planner.layouts import Layout
+from kvferry_plan.planner.plan import NoPlan
+from kvferry_plan.planner.question import priced
+from kvferry_plan.planner.roofline import Engine
+from kvferry_plan.planner.sizing import Candidate, Miss, size
 from support.plan_questions import planned_model, question
 
 
@@ -425,7 +425,7 @@ def test_more_users_never_need_fewer_gpus(users: int, more: int) -> None:
 
 
 def test_a_model_without_counts_says_what_to_give() -> None:
-    from kvferry.planner.models import planned
+    from kvferry_plan.planner.models import planned
 
     geometry: Any = dataclasses.replace(planned_model("qwen3-30b-a3b").geometry, num_parameters=None)
     with pytest.raises(ConfigError, match="give --parameters"):

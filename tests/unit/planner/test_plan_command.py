@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 
 from kvferry.cli import main
 from kvferry.errors import ConfigError
-from kvferry.plan_commands import inputs
+from kvferry_plan.commands import inputs
 
 ROOT = Path(__file__).resolve().parents[3]
-GPUS = ROOT / "services" / "kvferry" / "planner" / "gpus.yaml"
+GPUS = ROOT / "services" / "kvferry_plan" / "planner" / "gpus.yaml"
 SCENARIOS = ROOT / "loadtest" / "kvferry_loadtest" / "scenarios"
 
 
@@ -414,7 +414,7 @@ def test_parameters_of_a_folder_are_counted(config: dict[str, Any], total: int, 
 def test_parameters_that_cannot_be_counted_are_asked_for_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvferry.plan_commands import parameter_count
+    from kvferry_plan.commands import parameter_count
 
     monkeypatch.setattr(parameter_count, "count", lambda *_: None)
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
@@ -425,8 +425,8 @@ def test_parameters_that_cannot_be_counted_are_asked_for_at_once(
 
 
 def test_a_config_that_transformers_does_not_take_is_not_counted(tmp_path: Path) -> None:
-    from kvferry.model_catalogue import geometry_of
-    from kvferry.plan_commands.parameter_count import count
+    from kvferry_plan.commands.parameter_count import count
+    from kvferry_plan.model_catalogue import geometry_of
 
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     geometry = geometry_of(str(tmp_path))
@@ -450,7 +450,7 @@ def test_nothing_that_does_says_what_would() -> None:
 
 
 def test_a_miss_by_little_has_as_many_digits_as_show_it() -> None:
-    from kvferry.planner.sizing import above
+    from kvferry_plan.planner.sizing import above
 
     assert above(2.004, 2.0) == "2.004"
     assert above(2.02, 2.0) == "2.02"
@@ -488,7 +488,7 @@ def test_gpus_that_a_budget_leaves_out_for_want_of_a_price_are_named() -> None:
 
 
 def test_names_of_settings_are_whole_where_they_are_piped() -> None:
-    from kvferry.planner.engine_settings import COUNTERPARTS
+    from kvferry_plan.planner.engine_settings import COUNTERPARTS
 
     shown = run("--list", "settings").stdout
     assert all(name in shown for each in COUNTERPARTS for name in (each.kvferry, each.vllm, each.tensorrt_llm))

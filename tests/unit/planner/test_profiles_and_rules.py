@@ -11,8 +11,8 @@ import yaml
 
 from kvferry import telemetry
 from kvferry.errors import ConfigError
-from kvferry.planner import engine_settings, plan, published, rules
-from kvferry.planner.profiles import PROFILES, Profile, find
+from kvferry_plan.planner import engine_settings, plan, published, rules
+from kvferry_plan.planner.profiles import PROFILES, Profile, find
 from support.plan_questions import question
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -135,7 +135,7 @@ def test_the_alerts_of_the_documentation_are_the_charts() -> None:
 
 
 def test_plans_and_rules_share_the_limit_of_kv_pages() -> None:
-    from kvferry.planner.assumptions import DEFAULTS
+    from kvferry_plan.planner.assumptions import DEFAULTS
 
     assert DEFAULTS.kv_limit == rules.KV_USE_HIGH
     assert [rule.name for rule in rules.at_risk(0.9)] == ["kv-use-high"]

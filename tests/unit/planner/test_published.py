@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry import model_catalogue
 from kvferry.pages.geometry.model import ModelGeometry
-from kvferry.planner import published
-from kvferry.planner.published import Figure, Judgement, faults, judge, kind_of
-from kvferry.planner.published_functions import functions
+from kvferry_plan import model_catalogue
+from kvferry_plan.planner import published
+from kvferry_plan.planner.published import Figure, Judgement, faults, judge, kind_of
+from kvferry_plan.planner.published_functions import functions
 
 FIGURES = published.load().figures
 
@@ -128,7 +128,7 @@ def test_disagreements_differ_by_the_stated_amount(known: Mapping[str, Callable[
 
 
 def content(**changes: Any) -> bytes:
-    whole = json.loads(resources.files("kvferry.planner").joinpath("published-figures.json").read_bytes())
+    whole = json.loads(resources.files("kvferry_plan.planner").joinpath("published-figures.json").read_bytes())
     return json.dumps(whole | changes).encode()
 
 

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from kvferry.planner.queueing import erlang_c, wait_quantile_s
+from kvferry_plan.planner.queueing import erlang_c, wait_quantile_s
 
 
 def test_known_values_of_erlangs_c() -> None:

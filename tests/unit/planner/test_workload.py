@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.planner.workload import MAX_P99_BY_MEAN, MAX_SAMPLES, demand, fixed, of_samples, parse_lengths
+from kvferry_plan.planner.workload import MAX_P99_BY_MEAN, MAX_SAMPLES, demand, fixed, of_samples, parse_lengths
 
 
 def make(**changes: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvferry.errors import UnavailableError
-from kvferry.rollout.lease import DURATION_S, Lease, must_hold
+from kvferry_operator.lease import DURATION_S, Lease, must_hold
 from support.fake_leases import Clock, FakeLeases
 
 

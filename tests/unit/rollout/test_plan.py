@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.rollout.kubernetes_api import _not_running, worker_counts
-from kvferry.rollout.plan import HEAD, Blocked, DeletePods, Done, Observed, Pod, SetSpec, Step, Wait, next_step
+from kvferry_operator.kubernetes_api import _not_running, worker_counts
+from kvferry_operator.plan import HEAD, Blocked, DeletePods, Done, Observed, Pod, SetSpec, Step, Wait, next_step
 from support.kuberay_model import Model
 
 MAX_TURNS = 600

@@ -11,11 +11,11 @@ import pytest
 
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.base import Member, MemberId, MemberKind
-from kvferry.rollout import __main__ as rollout_main
-from kvferry.rollout.__main__ import DONE_ROUNDS, IDLE_S, Rollout
-from kvferry.rollout.kubernetes_api import normal_address, with_own_addresses, worker_counts
-from kvferry.rollout.lease import DURATION_S, Lease
-from kvferry.rollout.plan import Blocked, Done, Observed, Pod, SetSpec, Wait
+from kvferry_operator import __main__ as rollout_main
+from kvferry_operator.__main__ import DONE_ROUNDS, IDLE_S, Rollout
+from kvferry_operator.kubernetes_api import normal_address, with_own_addresses, worker_counts
+from kvferry_operator.lease import DURATION_S, Lease
+from kvferry_operator.plan import Blocked, Done, Observed, Pod, SetSpec, Wait
 from support.fake_leases import Clock, FakeLeases
 
 CLUSTER = {

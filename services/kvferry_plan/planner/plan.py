@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvferry.errors import ConfigError, LocalError
-from kvferry.planner import kv_dtypes, layouts
-from kvferry.planner.emit import obstacles
-from kvferry.planner.layouts import Layout
-from kvferry.planner.models import WEIGHT_BYTES
-from kvferry.planner.question import Question
-from kvferry.planner.sizing import SMALLEST, Candidate, Miss, above, size
+from kvferry_plan.planner import kv_dtypes, layouts
+from kvferry_plan.planner.emit import obstacles
+from kvferry_plan.planner.layouts import Layout
+from kvferry_plan.planner.models import WEIGHT_BYTES
+from kvferry_plan.planner.question import Question
+from kvferry_plan.planner.sizing import SMALLEST, Candidate, Miss, above, size
 
 # In the order in which a message names them: what is nearest to a plan first.
 _MISSES: Final = ("budget", "price", "GPUs", "TTFT", "TPOT", "KV pages", "GPU memory", "attention backend", "layout")

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from kvferry.planner.arithmetic import evaluate
+from kvferry_plan.planner.arithmetic import evaluate
 
 Check = Literal["nearest", "floor", "eq", "in", "lt", "le", "gt", "ge"]
 _FILE: Final = "published-figures.json"
@@ -104,7 +104,7 @@ def parse(content: bytes) -> Collection:
 @functools.cache
 def load() -> Collection:
     """Return the figures that the package ships."""
-    return parse(resources.files("kvferry.planner").joinpath(_FILE).read_bytes())
+    return parse(resources.files("kvferry_plan.planner").joinpath(_FILE).read_bytes())
 
 
 def judge(figure: Figure, functions: Mapping[str, Callable[..., float | bool]]) -> Judgement:

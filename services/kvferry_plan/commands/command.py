@@ -13,11 +13,12 @@ from typing import Any, ParamSpec
 
 import click
 
-from kvferry import model_catalogue, model_folder, plain_yaml
+from kvferry import model_folder, plain_yaml
 from kvferry.engine.vllm.model_kinds import ARCHITECTURES
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.plan_commands import inputs, parameter_count, report
-from kvferry.planner import (
+from kvferry_plan import model_catalogue
+from kvferry_plan.commands import inputs, parameter_count, report
+from kvferry_plan.planner import (
     answer,
     assumptions,
     calibration,
@@ -31,12 +32,12 @@ from kvferry.planner import (
     published_functions,
     workload,
 )
-from kvferry.planner.layouts import Layout, refusal
-from kvferry.planner.plan import Plan
-from kvferry.planner.profiles import Profile
-from kvferry.planner.question import MAX_GPUS, Question, priced
-from kvferry.planner.roofline import Engine
-from kvferry.planner.sizing import Candidate
+from kvferry_plan.planner.layouts import Layout, refusal
+from kvferry_plan.planner.plan import Plan
+from kvferry_plan.planner.profiles import Profile
+from kvferry_plan.planner.question import MAX_GPUS, Question, priced
+from kvferry_plan.planner.roofline import Engine
+from kvferry_plan.planner.sizing import Candidate
 
 P = ParamSpec("P")
 
@@ -158,7 +159,7 @@ def _show_plan(name: str, options: dict[str, Any]) -> None:
         click.echo(_emitted(options["emitted"], found, _checkpoint(name, options["path"], question), options), nl=False)
         return
     if options["plot"] is not None:
-        from kvferry.plan_commands import chart
+        from kvferry_plan.commands import chart
 
         chart.draw(found, options["plot"])
     if options["as_json"]:
@@ -182,7 +183,7 @@ def _show_plan(name: str, options: dict[str, Any]) -> None:
 
 def _calibrated(question: Question, url: str) -> Question:
     # Measure the deployment at `url`, which has to be of this model, on the one GPU that --gpu names.
-    from kvferry.plan_commands.measuring import measure
+    from kvferry_plan.commands.measuring import measure
 
     if len(question.gpus) != 1:
         raise ConfigError("--calibrate: name the GPU that serves there with --gpu")

@@ -9,9 +9,9 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from kvferry import config as configuration
-from kvferry.planner.models import WEIGHT_BYTES
-from kvferry.planner.question import Question
-from kvferry.planner.sizing import Candidate
+from kvferry_plan.planner.models import WEIGHT_BYTES
+from kvferry_plan.planner.question import Question
+from kvferry_plan.planner.sizing import Candidate
 
 _CPUS_PER_GPU: Final = 8
 _MEMORY_GIB_PER_GPU: Final = 64  # of a pod, without its CPU tier: engines' host memory and the loading of weights

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from kvferry import plain_yaml
 from kvferry.errors import ConfigError
-from kvferry.planner import workload
-from kvferry.planner.gpu_catalogue import MAX_FILE_BYTES, Gpu, merged
-from kvferry.planner.workload import Lengths
+from kvferry_plan.planner import workload
+from kvferry_plan.planner.gpu_catalogue import MAX_FILE_BYTES, Gpu, merged
+from kvferry_plan.planner.workload import Lengths
 
 MAX_TRACE_BYTES: Final = 512 << 20
 MAX_LINE_BYTES: Final = 16 << 20

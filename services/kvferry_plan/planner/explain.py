@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvferry.planner.models import WEIGHT_BYTES
-from kvferry.planner.plan import Plan
-from kvferry.planner.queueing import erlang_c
+from kvferry_plan.planner.models import WEIGHT_BYTES
+from kvferry_plan.planner.plan import Plan
+from kvferry_plan.planner.queueing import erlang_c
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from kvferry.errors import UnavailableError
-from kvferry.rollout.plan import Document
+from kvferry_operator.plan import Document
 
 DURATION_S = 30  # without a change, after which another one takes over; a holder renews in each round
 

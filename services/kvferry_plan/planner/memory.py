@@ -7,11 +7,11 @@ import statistics
 from dataclasses import dataclass
 
 from kvferry.pages.geometry.allocation import KvPool
-from kvferry.planner.assumptions import Assumptions
-from kvferry.planner.gpu_catalogue import Gpu
-from kvferry.planner.layouts import Layout
-from kvferry.planner.models import PlannedModel
-from kvferry.planner.workload import Demand
+from kvferry_plan.planner.assumptions import Assumptions
+from kvferry_plan.planner.gpu_catalogue import Gpu
+from kvferry_plan.planner.layouts import Layout
+from kvferry_plan.planner.models import PlannedModel
+from kvferry_plan.planner.workload import Demand
 
 _Z99 = statistics.NormalDist().inv_cdf(0.99)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-from kvferry.planner import emit, rules
-from kvferry.planner.assumptions import describe
-from kvferry.planner.memory import Memory
-from kvferry.planner.plan import Change, Plan
-from kvferry.planner.question import Question
-from kvferry.planner.roofline import Roof
-from kvferry.planner.sizing import Candidate
+from kvferry_plan.planner import emit, rules
+from kvferry_plan.planner.assumptions import describe
+from kvferry_plan.planner.memory import Memory
+from kvferry_plan.planner.plan import Change, Plan
+from kvferry_plan.planner.question import Question
+from kvferry_plan.planner.roofline import Roof
+from kvferry_plan.planner.sizing import Candidate
 
 MAX_LAYOUTS: Final = 64  # that an answer lists
 

@@ -9,17 +9,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.planner import engine_settings, profiles, published, rules
-from kvferry.planner.answer import kv_sizes
-from kvferry.planner.assumptions import DEFAULTS, describe
-from kvferry.planner.emit import obstacles
-from kvferry.planner.explain import explain
-from kvferry.planner.gpu_catalogue import Gpu
-from kvferry.planner.memory import Memory
-from kvferry.planner.plan import Plan
-from kvferry.planner.published import Judgement
-from kvferry.planner.roofline import Roof
-from kvferry.planner.sizing import Candidate
+from kvferry_plan.planner import engine_settings, profiles, published, rules
+from kvferry_plan.planner.answer import kv_sizes
+from kvferry_plan.planner.assumptions import DEFAULTS, describe
+from kvferry_plan.planner.emit import obstacles
+from kvferry_plan.planner.explain import explain
+from kvferry_plan.planner.gpu_catalogue import Gpu
+from kvferry_plan.planner.memory import Memory
+from kvferry_plan.planner.plan import Plan
+from kvferry_plan.planner.published import Judgement
+from kvferry_plan.planner.roofline import Roof
+from kvferry_plan.planner.sizing import Candidate
 
 _MAX_ROWS = 12
 _BAR_CELLS = 40

@@ -16,8 +16,8 @@ import httpx
 import msgspec
 
 from kvferry.errors import ConfigError, LocalError
-from kvferry.planner.calibration import DecodeMeasurement, PrefillMeasurement
-from kvferry.planner.workload import MAX_TOKENS
+from kvferry_plan.planner.calibration import DecodeMeasurement, PrefillMeasurement
+from kvferry_plan.planner.workload import MAX_TOKENS
 
 T = TypeVar("T")
 

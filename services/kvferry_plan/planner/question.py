@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from kvferry.errors import ConfigError
-from kvferry.planner.assumptions import DEFAULTS, Assumptions
-from kvferry.planner.gpu_catalogue import Gpu, Price
-from kvferry.planner.models import PlannedModel, native_kv_dtype
-from kvferry.planner.workload import Demand
+from kvferry_plan.planner.assumptions import DEFAULTS, Assumptions
+from kvferry_plan.planner.gpu_catalogue import Gpu, Price
+from kvferry_plan.planner.models import PlannedModel, native_kv_dtype
+from kvferry_plan.planner.workload import Demand
 
 Mode = Literal["any", "disaggregated", "aggregated"]
 MAX_GPUS: Final = 100_000

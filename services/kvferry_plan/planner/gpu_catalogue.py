@@ -116,7 +116,7 @@ def shipped() -> Mapping[str, Gpu]:
 
 
 def _shipped_content() -> Any:
-    return plain_yaml.load(resources.files("kvferry.planner").joinpath(_FILE).read_bytes())
+    return plain_yaml.load(resources.files("kvferry_plan.planner").joinpath(_FILE).read_bytes())
 
 
 def merged(content: bytes, name: str) -> Mapping[str, Gpu]:

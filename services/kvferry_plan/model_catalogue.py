@@ -38,7 +38,7 @@ class CatalogueEntry:
 
 @functools.cache
 def catalogue() -> tuple[CatalogueEntry, ...]:
-    text = resources.files("kvferry").joinpath(_FILE).read_text(encoding="utf-8")
+    text = resources.files("kvferry_plan").joinpath(_FILE).read_text(encoding="utf-8")
     return tuple(CatalogueEntry(**entry) for entry in json.loads(text))
 
 

@@ -9,7 +9,7 @@ from kvferry.errors import ConfigError
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
 from kvferry.pages.geometry.layers import KvLayers, LatentLayers, LayerGroup
 from kvferry.pages.geometry.model import ModelGeometry
-from kvferry.planner.assumptions import Assumptions
+from kvferry_plan.planner.assumptions import Assumptions
 
 # Bytes of one parameter. NVFP4 has one scale of a byte for 16 values, MXFP4 one for 32.
 WEIGHT_BYTES: Final = {

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.planner.assumptions import Assumptions
-from kvferry.planner.gpu_catalogue import Gpu
-from kvferry.planner.layouts import Layout
-from kvferry.planner.models import PlannedModel
+from kvferry_plan.planner.assumptions import Assumptions
+from kvferry_plan.planner.gpu_catalogue import Gpu
+from kvferry_plan.planner.layouts import Layout
+from kvferry_plan.planner.models import PlannedModel
 
 _ACTIVATION_BYTES = 2  # of one value that passes between ranks
 

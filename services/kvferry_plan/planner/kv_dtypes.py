@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from kvferry.planner.gpu_catalogue import Gpu
+from kvferry_plan.planner.gpu_catalogue import Gpu
 
 FP8: Final = ("fp8", "fp8_e4m3")
 _FP8_CHECKPOINTS: Final = ("fp8", "modelopt", "fbgemm_fp8", "float-quantized")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import ConfigError
-from kvferry.plan_commands.report import memory_parts
-from kvferry.planner.plan import Plan
+from kvferry_plan.commands.report import memory_parts
+from kvferry_plan.planner.plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -195,7 +195,7 @@ class PublishedSetting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @functools.cache
 def published() -> tuple[PublishedSetting, ...]:
     """Return every setting that the sources of the published figures name."""
-    content = resources.files("kvferry.planner").joinpath("published-settings.json").read_bytes()
+    content = resources.files("kvferry_plan.planner").joinpath("published-settings.json").read_bytes()
     return msgspec.json.decode(content, type=tuple[PublishedSetting, ...])
 
 

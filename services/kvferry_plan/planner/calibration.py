@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvferry.errors import ConfigError
-from kvferry.planner.assumptions import Assumptions
-from kvferry.planner.roofline import Engine
+from kvferry_plan.planner.assumptions import Assumptions
+from kvferry_plan.planner.roofline import Engine
 
 MAX_MEASUREMENTS: Final = 10_000
 

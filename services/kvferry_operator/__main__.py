@@ -1,6 +1,6 @@
 """Takes changes of a Helm release to its Ray cluster, step by step, as long as it runs.
 
-python -m kvferry.rollout --config kvferry.yaml --namespace NAMESPACE --name NAME --state-folder FOLDER
+python -m kvferry_operator --config kvferry.yaml --namespace NAMESPACE --name NAME --state-folder FOLDER
 
 One acts at a time, by a Lease; another one of the same release watches until that is free.
 In the folder, `alive` is touched by each round, and `done` is there while nothing is left to do. Exit code 0 after
@@ -28,9 +28,9 @@ from kvferry import config as configuration
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.base import WORKER_KINDS, Membership
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.rollout.kubernetes_api import KubernetesApi, api_client, normal_address
-from kvferry.rollout.lease import Lease, must_hold
-from kvferry.rollout.plan import Blocked, DeletePods, Done, Observed, SetSpec, Step, Wait, next_step, worker_group
+from kvferry_operator.kubernetes_api import KubernetesApi, api_client, normal_address
+from kvferry_operator.lease import Lease, must_hold
+from kvferry_operator.plan import Blocked, DeletePods, Done, Observed, SetSpec, Step, Wait, next_step, worker_group
 
 ROUND_S = 5.0
 # KubeRay may show what Serve said before the last change for one reconcile.
@@ -182,7 +182,9 @@ async def _main(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvferry.rollout", description="Take a release to its Ray cluster.")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvferry_operator", description="Take a release to its Ray cluster."
+    )
     parser.add_argument("--config", type=Path, required=True, help="the cluster's configuration, with its etcd")
     parser.add_argument("--namespace", required=True, help="namespace of the RayService")
     parser.add_argument("--name", required=True, help="name of the RayService")

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvferry.planner import kv_dtypes
-from kvferry.planner.gpu_catalogue import Gpu, Price
-from kvferry.planner.layouts import Layout
-from kvferry.planner.memory import KvRoom, Memory, kv_room, memory
-from kvferry.planner.models import head_dim
-from kvferry.planner.question import Question
-from kvferry.planner.queueing import wait_quantile_s
-from kvferry.planner.roofline import Engine, Roof
+from kvferry_plan.planner import kv_dtypes
+from kvferry_plan.planner.gpu_catalogue import Gpu, Price
+from kvferry_plan.planner.layouts import Layout
+from kvferry_plan.planner.memory import KvRoom, Memory, kv_room, memory
+from kvferry_plan.planner.models import head_dim
+from kvferry_plan.planner.question import Question
+from kvferry_plan.planner.queueing import wait_quantile_s
+from kvferry_plan.planner.roofline import Engine, Roof
 
 MAX_ENGINES: Final = 4096  # of one role
 _CAPACITY_STEPS: Final = 12  # of a bisection, to 0.03 % of the largest rate

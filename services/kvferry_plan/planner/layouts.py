@@ -8,8 +8,8 @@ from typing import Final
 
 from kvferry.errors import ConfigError
 from kvferry.pages.geometry.layers import KvLayers
-from kvferry.planner.gpu_catalogue import Gpu
-from kvferry.planner.models import PlannedModel
+from kvferry_plan.planner.gpu_catalogue import Gpu
+from kvferry_plan.planner.models import PlannedModel
 
 MAX_TENSOR_PARALLEL: Final = 64
 MAX_PIPELINE_PARALLEL: Final = 16

@@ -11,8 +11,8 @@ from typing import Any
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
 from kvferry.pages.geometry.layers import KvLayers, LatentLayers
 from kvferry.pages.geometry.model import ModelGeometry
-from kvferry.planner import engine_settings, gpu_catalogue, kv_dtypes
-from kvferry.planner.memory import pool_bytes
+from kvferry_plan.planner import engine_settings, gpu_catalogue, kv_dtypes
+from kvferry_plan.planner.memory import pool_bytes
 
 GeometryOf = Callable[[str], ModelGeometry]
 _BF16_BYTES = 2.0

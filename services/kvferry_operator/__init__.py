@@ -2,3 +2,5 @@
 
 Why KubeRay does not: docs/adr/0017-a-rollout-beside-kuberay.md.
 """
+
+__version__ = "0.1.0"

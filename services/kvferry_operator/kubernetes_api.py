@@ -18,7 +18,7 @@ import yaml
 from kubernetes.client.exceptions import ApiException
 
 from kvferry.errors import ConfigError, UnavailableError
-from kvferry.rollout.plan import HEAD, TEMPLATE_DIGEST, Document, Observed, Pod, SetSpec, annotation, worker_group
+from kvferry_operator.plan import HEAD, TEMPLATE_DIGEST, Document, Observed, Pod, SetSpec, annotation, worker_group
 
 GROUP, VERSION = "ray.io", "v1"
 LEASES = ("coordination.k8s.io", "v1")

@@ -1,0 +1,7 @@
+"""What this repository releases: a wheel and a source archive of each folder, all of one version."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ROOT
+SATELLITES = (ROOT / "services" / "kvferry_plan", ROOT / "services" / "kvferry_operator")
