@@ -162,7 +162,7 @@ release-check: $(STAMP) ## Do everything of a release but publish it; ARGS="--un
 	@$(BIN)/python tools/release_check.py $(ARGS)
 
 build: $(STAMP) ## Build the wheels and the source archives into dist/
-	@for folder in . services/kvferry_plan services/kvferry_operator; do \
+	@for folder in . services/kvferry_*; do \
 		(cd $$folder && $(CURDIR)/$(BIN)/hatchling build -d $(CURDIR)/dist) || exit; done
 
 ci: ## What continuous integration runs

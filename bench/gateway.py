@@ -99,8 +99,8 @@ def bench_config(arguments: argparse.Namespace, folder: Path) -> ClusterConfig:
 
 async def run_worker(config: ClusterConfig, kind: str) -> None:
     from kvferry.membership.base import MemberKind
-    from kvferry.membership.memory import MemoryMembership, MemoryRegistry
     from kvferry.worker.lifecycle import WorkerHost, build_engine
+    from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 
     member_kind = MemberKind(kind)
     host = WorkerHost(config, member_kind, build_engine(config, member_kind, MODEL), MemoryMembership(MemoryRegistry()))
@@ -118,8 +118,8 @@ async def run_worker(config: ClusterConfig, kind: str) -> None:
 
 def make_renderer_of(model: str | None) -> Callable[[ClusterConfig, str], Renderer]:
     """Return a gateway's renderer for the tokens of a real model, whose engines are simulated."""
-    from kvferry.engine.sim.tokenizer import VOCABULARY_SIZE
     from kvferry.gateway.lifecycle import build_renderer
+    from kvferry_sim.tokenizer import VOCABULARY_SIZE
 
     def make_renderer(config: ClusterConfig, folder: str) -> Renderer:
         if model is None:
@@ -143,7 +143,7 @@ async def run_gateway(
     from kvferry.engine.vllm.renderer import VllmRenderer
     from kvferry.gateway.lifecycle import GatewayHost
     from kvferry.membership.base import Member, MemberKind
-    from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+    from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 
     registry = MemoryRegistry()
     membership = MemoryMembership(registry)

@@ -4,4 +4,4 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT
-SATELLITES = (ROOT / "services" / "kvferry_plan", ROOT / "services" / "kvferry_operator")
+SATELLITES = tuple(ROOT / "services" / name for name in ("kvferry_plan", "kvferry_operator", "kvferry_sim"))

@@ -57,19 +57,19 @@ HANDOVERS = (
     "gateway/uvicorn_connection.py",
     "link/frame_connection.py",
     "link/frame_server.py",
-    "engine/sim/engine.py",
+    "kvferry_sim/engine.py",
 )
 # Files in which a request changes its form, and into what.
 CHANGES = {
     "gateway/admission.py": "an admitted request",
     "gateway/openai_bodies.py": "validated fields",
-    "engine/sim/renderer.py": "tokens (with vLLM: engine/vllm/renderer.py)",
+    "kvferry_sim/renderer.py": "tokens (with vLLM: engine/vllm/renderer.py)",
     "router/placer.py": "a placement",
     "router/pricing.py": "the prices behind it",
     "link/codec.py": "messages to and from a worker",
     "gateway/openai_responses.py": "the bytes of an answer",
 }
-_INSIDE_THE_ENGINE = "engine/sim/"
+_INSIDE_THE_ENGINE = "kvferry_sim/"
 # Functions of HANDOVERS that hand no request on: workers call them periodically.
 _READINGS = {"check_health", "stats"}
 
@@ -161,8 +161,8 @@ async def follow_a_request() -> Passage:
     from kvferry import config as configuration
     from kvferry.gateway.lifecycle import GatewayHost
     from kvferry.membership.base import MemberKind
-    from kvferry.membership.memory import MemoryMembership, MemoryRegistry
     from kvferry.worker.lifecycle import WorkerHost, build_engine
+    from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 
     config = configuration.parse(
         {
@@ -211,23 +211,24 @@ async def follow_a_request() -> Passage:
     return passage
 
 
-def _recorder(passage: Passage) -> Any:
-    prefix = f"{PACKAGE}/"
+def _name_of(file: str) -> str:
+    """Return the path below `services/kvferry/` or `services/`; empty for other files."""
+    services = f"{PACKAGE.parent}/"
+    return file.removeprefix(services).removeprefix("kvferry/") if file.startswith(services) else ""
 
+
+def _recorder(passage: Passage) -> Any:
     def record(frame: FrameType, event: str, argument: object) -> None:
-        if event != "call" or not frame.f_code.co_filename.startswith(prefix):
+        if event != "call" or not (name := _name_of(frame.f_code.co_filename)):
             return
-        name = frame.f_code.co_filename.removeprefix(prefix)
         passage.called.setdefault(name)
         if name in HANDOVERS:
             callers = [
-                caller.f_code
-                for caller, _ in traceback.walk_stack(frame)
-                if caller.f_code.co_filename.startswith(prefix)
+                caller.f_code for caller, _ in traceback.walk_stack(frame) if _name_of(caller.f_code.co_filename)
             ]
             if not _READINGS.intersection(caller.co_name for caller in callers):
                 for caller in callers:
-                    passage.handing_on.setdefault(caller.co_filename.removeprefix(prefix))
+                    passage.handing_on.setdefault(_name_of(caller.co_filename))
 
     return record
 

@@ -20,8 +20,6 @@ from pathlib import Path
 from bench.chaos.work import WorkFile
 from kvferry import config as configuration
 from kvferry.engine.base import EngineOutput, EngineRequest
-from kvferry.engine.sim import SimEngine
-from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.errors import EngineDead
 from kvferry.gateway import lifecycle as gateway_lifecycle
 from kvferry.gateway.lifecycle import GatewayHost
@@ -30,6 +28,8 @@ from kvferry.membership.base import MemberKind
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.worker import lifecycle as worker_lifecycle
 from kvferry.worker.lifecycle import WorkerHost, build_engine
+from kvferry_sim import SimEngine
+from kvferry_sim.tokenizer import SimTokenizer
 
 POISON = "poison"
 

@@ -29,7 +29,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvferry import vllm_arguments
+from kvferry import simulator, vllm_arguments
 from kvferry.addresses import AUTO, is_url, require_loopback
 from kvferry.argument_conflicts import why_in_conflict
 from kvferry.argument_values import why_not_expected
@@ -720,20 +720,6 @@ class MembershipConfig(_Section):
         return self
 
 
-class SimConfig(_Section):
-    """Timing model of the simulated engine."""
-
-    prefill_tokens_per_s: float = Field(20_000, gt=0)
-    step_ms: float = Field(5.0, ge=0)
-    num_pages: int = Field(4096, ge=2)
-    page_bytes: int = Field(4096, ge=64)
-    max_model_len: int = Field(8192, ge=64)
-    answer_tokens: int = Field(64, ge=1)  # mean length of an answer that nothing else ends
-    transfer_lease_s: float = Field(30.0, gt=0)
-    cpu_pages: int = Field(4096, ge=2)  # pages of the CPU tier, where tier.enabled
-    tier_page_ms: float = Field(0.5, ge=0)  # to load one page from the CPU tier
-
-
 class VolumeConfig(_Section):
     """A directory on NVMe that stores chunks: local to one node, or a mount that nodes share."""
 
@@ -867,7 +853,7 @@ class ClusterConfig(_Section):
     tier: TierConfig = TierConfig()
     metrics: MetricsConfig = MetricsConfig()
     tracing: TracingConfig = TracingConfig()
-    sim: SimConfig = SimConfig()
+    sim: dict[str, Any] = {}  # settings of simulated engines (engine.kind: sim), which the package kvferry-sim has
 
     @model_validator(mode="before")
     @classmethod
@@ -942,11 +928,12 @@ class ClusterConfig(_Section):
     def _simulated_engines_have_no_templates(self) -> ClusterConfig:
         # A gateway alone would find this out, while `kvferry up` waits for it.
         if self.engine.kind == "sim":
-            models = [("model", self.model)]
-            models += [(f"models[{place}].model", each.model) for place, each in enumerate(self.models)]
-            for key, model in models:
+            entries = ((f"models[{place}].model", each.model) for place, each in enumerate(self.models))
+            for key, model in (("model", self.model), *entries):
                 if model.chat_template is not None:
                     raise ValueError(f"{key}.chat_template: simulated engines (engine.kind: sim) have no templates")
+        elif self.sim:
+            raise ValueError("sim: settings of simulated engines, and engine.kind is vllm")
         return self
 
     @model_validator(mode="after")
@@ -1072,7 +1059,7 @@ class ClusterConfig(_Section):
     def _longest_prompt_fits(self) -> ClusterConfig:
         max_model_len = self.model.max_model_len or self.model.hf_overrides.context
         if self.engine.kind == "sim":
-            max_model_len = self.sim.max_model_len
+            max_model_len = simulator.load().max_model_len(self.sim)
         if self.gateway.max_prompt_tokens < max_model_len:
             raise ValueError(
                 f"gateway.max_prompt_tokens ({self.gateway.max_prompt_tokens}) must be at least the model's context "

@@ -18,12 +18,12 @@ import pytest_asyncio
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Renderer
-from kvferry.engine.sim import SimEngine
 from kvferry.gateway.lifecycle import GatewayHost, build_renderer
 from kvferry.membership.base import WORKER_KINDS, MemberKind
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.router.dispatch import Dispatcher
 from kvferry.worker.lifecycle import WorkerHost, build_engine
+from kvferry_sim import SimEngine
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import PATIENCE_S, until
 
 MODEL = "sim-model"

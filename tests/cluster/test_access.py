@@ -28,7 +28,7 @@ from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.membership.memory import MemoryMembership
+from kvferry_sim.membership import MemoryMembership
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running

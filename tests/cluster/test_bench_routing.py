@@ -15,8 +15,8 @@ from bench import routing
 from bench.chaos.fleet import Fleet, fleet
 from bench.chaos.member import POISON
 from bench.etcd_server import find_binary
-from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.membership.base import MemberKind
+from kvferry_sim.tokenizer import SimTokenizer
 
 pytestmark = pytest.mark.skipif(find_binary() is None, reason="no etcd on this machine")
 

@@ -10,11 +10,11 @@ import grpc
 import httpx
 import pytest
 
-from kvferry.engine.sim.step_loop import Faults
 from kvferry.gateway.usage_totals import totals
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.membership.base import MemberKind
 from kvferry.tenancy.limits import LimitName, Limits
+from kvferry_sim.step_loop import Faults
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running

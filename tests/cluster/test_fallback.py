@@ -15,13 +15,13 @@ import pytest
 
 from kvferry import config as configuration
 from kvferry.engine.base import Sampling
-from kvferry.engine.sim import Faults, SimEngine, kv_fetch
-from kvferry.engine.sim.kv_transfer import PullFault
 from kvferry.errors import KvferryError
 from kvferry.membership.base import MemberKind
 from kvferry.router.dispatch import prompt_only
 from kvferry.worker import lifecycle as worker_host
 from kvferry.worker.lifecycle import WorkerHost
+from kvferry_sim import Faults, SimEngine, kv_fetch
+from kvferry_sim.kv_transfer import PullFault
 from support.tcp_relay import TcpRelay
 from support.waiting import PATIENCE_S, SOON_S, until
 

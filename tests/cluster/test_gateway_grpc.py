@@ -26,7 +26,7 @@ from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1 import inference_pb2_grpc
 from kvferry.membership.base import MemberKind
-from kvferry.membership.memory import MemoryMembership
+from kvferry_sim.membership import MemoryMembership
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running

@@ -14,8 +14,8 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
 from kvferry.client import AsyncClient
 from kvferry.engine.base import EngineOutput, EngineRequest
-from kvferry.engine.sim import SimEngine
 from kvferry.membership.base import MemberKind
+from kvferry_sim import SimEngine
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running

@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import ANYBODY, Asker, ChatImage, RenderedPrompt
-from kvferry.engine.sim import SimRenderer
+from kvferry_sim import SimRenderer
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running

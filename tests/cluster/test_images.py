@@ -18,12 +18,12 @@ from kvferry.engine.base import (
     features_bytes,
     without_features,
 )
-from kvferry.engine.sim import Faults, SimEngine
 from kvferry.errors import InvalidRequest, NoDecodeWorker, Overloaded, PagesNotMoved
 from kvferry.link.image_room import ImageRoom, WaitingImages
 from kvferry.link.protocol import FEATURES, IMAGES, Identity
 from kvferry.membership.base import MemberKind
 from kvferry.router.request_record import RequestRecord
+from kvferry_sim import Faults, SimEngine
 from support.waiting import until
 
 from .conftest import SimCluster, running

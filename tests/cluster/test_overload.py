@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from kvferry.client import AsyncClient, CallFailed
-from kvferry.engine.sim import Faults
 from kvferry.membership.base import MemberKind
+from kvferry_sim import Faults
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running

@@ -14,8 +14,6 @@ import pytest
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, Renderer
 from kvferry.engine.hang_detector import HangDetector
-from kvferry.engine.sim import Faults, SimEngine
-from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.gateway.lifecycle import build_renderer
 from kvferry.link.gateway_session import GatewaySession
 from kvferry.link.worker_link import WorkerLink
@@ -25,6 +23,8 @@ from kvferry.router.engine_losses import MAX_BLAMELESS_LOSSES
 from kvferry.worker import lifecycle
 from kvferry.worker.lifecycle import WorkerHost
 from kvferry.worker.quarantine_relay import QuarantineRelay
+from kvferry_sim import Faults, SimEngine
+from kvferry_sim.tokenizer import SimTokenizer
 from support.waiting import PATIENCE_S, SOON_S, until, wait_until
 
 from .conftest import MODEL, SimCluster, running

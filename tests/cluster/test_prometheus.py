@@ -14,11 +14,11 @@ import pytest
 import pytest_asyncio
 
 from kvferry import config as configuration
-from kvferry.engine.sim import SimEngine
 from kvferry.membership.base import MemberKind
-from kvferry.membership.memory import MemoryMembership
 from kvferry.telemetry import CATALOGUE, IDENTITY, Kind, Metric
 from kvferry.worker.lifecycle import WorkerHost, build_engine
+from kvferry_sim import SimEngine
+from kvferry_sim.membership import MemoryMembership
 from support.prometheus_server import NoPrometheus, PrometheusServer, find_prometheus
 from support.waiting import PATIENCE_S, until
 

@@ -11,13 +11,13 @@ import pytest
 
 from kvferry.addresses import free_port
 from kvferry.engine.base import EngineDurations
-from kvferry.engine.sim import SimEngine
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.base import MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, Tier
 from kvferry.router.policy import Measured, PricedPolicy
 from kvferry.worker.lifecycle import WorkerHost
+from kvferry_sim import SimEngine
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running

@@ -16,15 +16,15 @@ import pytest
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
-from kvferry.engine.sim import SimEngine
 from kvferry.gateway.key_file import new_key
 from kvferry.keeper.lifecycle import KeeperHost
 from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.store.direct_io import Fault, Operation
 from kvferry.store.fsck import list_chunks
 from kvferry.worker.lifecycle import WorkerHost, build_engine
+from kvferry_sim import SimEngine
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_keeper import SwitchableIo
 from support.waiting import PATIENCE_S, until
 

@@ -27,8 +27,8 @@ from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1 import inference_pb2_grpc
 from kvferry.membership.base import MemberKind
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.worker.lifecycle import WorkerHost
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.otlp_collector import Collector, SpanNode
 from support.waiting import PATIENCE_S, SOON_S, until
 

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from msgspec import structs
 
-from kvferry.config import AdapterConfig, AdaptersConfig, SimConfig, TierConfig
+from kvferry.config import AdapterConfig, AdaptersConfig, TierConfig
 from kvferry.engine.base import (
     Continued,
     Engine,
@@ -31,8 +31,9 @@ from kvferry.engine.base import (
     Sampling,
     TransferParams,
 )
-from kvferry.engine.sim import SimEngine, SimTokenizer
 from kvferry.errors import InvalidRequest
+from kvferry_sim import SimEngine, SimTokenizer
+from kvferry_sim.settings import SimConfig
 from support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session")]

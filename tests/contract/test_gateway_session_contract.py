@@ -14,7 +14,6 @@ from msgspec import structs
 
 from kvferry import __version__
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, Turn
-from kvferry.engine.sim import Faults, SimEngine
 from kvferry.errors import EngineDead
 from kvferry.link import codec, gateway_session, outgoing_queue
 from kvferry.link.flow_control import MAX_UNREAD_MESSAGES
@@ -22,6 +21,7 @@ from kvferry.link.outgoing_queue import MAX_STEP_BYTES
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
 from kvferry.worker.turns import OnEngine, Turns
+from kvferry_sim import Faults, SimEngine
 from support.link_peers import (
     TRANSPORTS,
     Firehose,

@@ -13,7 +13,6 @@ import uvloop
 
 from kvferry.config import WorkerConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, PromptImage, RequestId, Sampling
-from kvferry.engine.sim import Faults, SimEngine
 from kvferry.errors import EngineError, InvalidRequest, WorkerLost
 from kvferry.link import codec, flow_control, worker_link
 from kvferry.link.frames import PREAMBLE, FrameDecoder, encode_frames
@@ -23,6 +22,7 @@ from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
+from kvferry_sim import Faults, SimEngine
 from support.link_peers import TRANSPORTS, Firehose, Transport, request, serving, simulated
 from support.tcp_relay import TcpRelay
 from support.waiting import SOON_S, until

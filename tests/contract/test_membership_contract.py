@@ -27,8 +27,8 @@ from kvferry.membership.base import (
     Snapshot,
 )
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.retry import RetryPolicy
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import SOON_S
 
 

@@ -12,8 +12,8 @@ import pytest
 from bench.live_cluster import MODEL, Cluster, running
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
-from kvferry.engine.sim import Faults, SimEngine
 from kvferry.gateway.asgi import EXPLAIN_PATH
+from kvferry_sim import Faults, SimEngine
 from support.waiting import PATIENCE_S, SOON_S, until
 
 NUM_SLOTS = 4  # of each of two decode workers

@@ -15,8 +15,8 @@ from kvferry.config import MembershipConfig
 from kvferry.errors import UnavailableError
 from kvferry.membership.base import Membership, RecordChange, RecordChanged, Records
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.retry import RetryPolicy
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import SOON_S
 
 

@@ -23,7 +23,6 @@ from bench.etcd_server import Authority
 from kvferry.config import TlsConfig
 from kvferry.keeper.failure_cause import Cause
 from kvferry.keeper.lifecycle import KeeperHost
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.residency.codec import residency_from_wire
 from kvferry.residency.feed import ResidencyFollower, SnapshotPart
 from kvferry.residency.index import ResidencyIndex
@@ -34,6 +33,7 @@ from kvferry.store.outcome import Outcome
 from kvferry.tenancy.namespace import Namespace
 from kvferry.wire.v1 import keeper_pb2 as pb
 from kvferry.wire.v1 import keeper_pb2_grpc, worker_pb2
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_keeper import Engine, SwitchableIo, engine
 from support.tier_node import FolderMembership, NodeProcess, hosting, node_config
 from support.tier_rows import Rows, key_of, layout_of, rows_of

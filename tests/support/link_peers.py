@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 import grpc
 
 from kvferry import __version__
-from kvferry.config import SimConfig
 from kvferry.engine.base import (
     EngineInfo,
     EngineOutput,
@@ -23,7 +22,6 @@ from kvferry.engine.base import (
     Sampling,
     TransferParams,
 )
-from kvferry.engine.sim import SimEngine
 from kvferry.link import codec
 from kvferry.link.flow_control import AckCounter
 from kvferry.link.frames import PREAMBLE, encode_frames
@@ -31,6 +29,8 @@ from kvferry.link.grpc_server import CHANNEL_OPTIONS, SERVICE
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
+from kvferry_sim import SimEngine
+from kvferry_sim.settings import SimConfig
 
 Transport = Literal["frames", "grpc"]
 TRANSPORTS: tuple[Transport, ...] = ("frames", "grpc")

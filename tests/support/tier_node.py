@@ -19,8 +19,8 @@ from kvferry import config as configuration
 from kvferry.config import ClusterConfig, TlsConfig
 from kvferry.keeper.lifecycle import KeeperHost
 from kvferry.membership.base import Member, MemberChange, Membership, Snapshot
-from kvferry.membership.memory import MemoryMembership, MemoryRecords, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
+from kvferry_sim.membership import MemoryMembership, MemoryRecords, MemoryRegistry
 from support.child_imports import import_environment
 from support.tier_keeper import KeeperProcess, StallingIo, tier_config
 from support.waiting import until

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "services" / "kvferry"
 PAGE = ROOT / "docs" / "caches-and-lines.md"
 FOLDERS = ("engine", "gateway", "keeper", "link", "pages", "router", "store", "tenancy", "worker")
-NOT_SERVED = ("engine/sim/",)  # the simulated engine
+NOT_SERVED = ("kvferry_sim/",)  # the simulated engine
 KINDS = {
     *("OrderedDict", "deque", "Queue", "SimpleQueue", "PriorityQueue", "LifoQueue", "Semaphore", "BoundedSemaphore"),
     *("FairTurns", "ThreadPoolExecutor", "DeepThreads", "lru_cache", "cache", "SnapshotQueue"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvferry import simulator
 from kvferry.config import MAX_POOLS, ClusterConfig, TierConfig, entry_of, is_of_entry, load, parse
 from kvferry.errors import ConfigError
 
@@ -784,3 +786,32 @@ def test_a_pool_of_other_ranks_does_not_share_the_default_pools_volumes() -> Non
     pools = {"equal": {}, "other": {"prefill": ranks, "decode": ranks}}
     config = parse({"engine": {"kind": "vllm"}, "tier": tier, "pools": pools})
     assert [config.volumes_of(pool) for pool in ("", "equal", "other")] == ["", "", None]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"engine": {"kind": "sim"}, "sim": {"step_ms": -1}},
+            "sim.step_ms: Input should be greater than",
+        ),
+        (
+            {"engine": {"kind": "sim"}, "sim": {"steps": 1}},
+            "sim.steps: no such setting; there are",
+        ),
+        ({"sim": {"step_ms": 1.0}}, "sim: settings of simulated engines, and engine.kind is vllm"),
+    ],
+)
+def test_settings_of_simulated_engines_are_checked_by_their_package(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse({"model": {"path": "m"}, **values})
+
+
+def test_a_simulated_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulator, "entry_points", lambda **_: ())
+    simulator.load.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="kvferry-sim, which is not installed"):
+            parse({"model": {"path": "m"}, "engine": {"kind": "sim"}})
+    finally:
+        simulator.load.cache_clear()

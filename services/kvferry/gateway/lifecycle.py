@@ -17,14 +17,13 @@ import msgspec
 import uvicorn
 from msgspec import structs
 
-from kvferry import __version__, collector
+from kvferry import __version__, collector, simulator
 from kvferry.addresses import join_host_port, reachable_host
 from kvferry.config import DEFAULT_POOL, ClusterConfig, ModelConfig, entry_of
 from kvferry.engine.base import Renderer, RenderOutcomes
 from kvferry.engine.fork_process import WALL_PER_CPU, ForkProcess, InheritedFile
 from kvferry.engine.forks import ForkLimits
 from kvferry.engine.image_chats import ImageChats, ImageSettings, image_identity
-from kvferry.engine.sim import SimRenderer
 from kvferry.engine.vllm.chat_template import read_chat_template
 from kvferry.engine.vllm.renderer import VllmRenderer
 from kvferry.errors import ConfigError, KvferryError
@@ -105,10 +104,8 @@ def _policy(config: ClusterConfig, index: ResidencyIndex) -> Policy:
 def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
     """Return the renderer of `config.engine.kind`, in seconds: call it off the event loop."""
     if config.engine.kind == "sim":
-        model = config.model
-        return SimRenderer(
-            config.sim.max_model_len, tool_parser=model.tool_parser, reasoning_parser=model.reasoning_parser
-        )
+        simulated: Renderer = simulator.load().build_renderer(config)
+        return simulated
     model, template = _with_kept_template(_of_engines(config))
     images = _image_chats(config, model_folder, model, template)
     try:

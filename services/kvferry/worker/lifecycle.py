@@ -12,12 +12,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvferry import __version__
+from kvferry import __version__, simulator
 from kvferry.addresses import POD_UID_VARIABLE, join_host_port
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Engine
 from kvferry.engine.hang_detector import HangDetector
-from kvferry.engine.sim import SimEngine
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import EngineDead, KvferryError
 from kvferry.exposition import SpanCounts
@@ -54,18 +53,10 @@ def build_engine(
     if volume_pool is None:
         keeper_socket = ""
     if engine.kind == "sim":
-        return SimEngine(
-            model_folder,
-            config.sim,
-            block_size=engine.block_size,
-            max_num_seqs=engine.max_num_seqs,
-            host=engine.side_channel_host,
-            tier=config.tier,
-            keeper_socket=keeper_socket,
-            volume_pool=volume_pool or "",
-            revision=config.model.revision,
-            adapters=config.adapters,
+        simulated: Engine = simulator.load().build_engine(
+            config, engine, model_folder, keeper_socket=keeper_socket, volume_pool=volume_pool or ""
         )
+        return simulated
     return VllmEngine(
         model_folder,
         config.model,

@@ -17,8 +17,8 @@ from bench.worst_bodies import MAX_BODY_BYTES, MODEL, WORST_BODIES, WorstBody
 from kvferry import config as configuration
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.base import MemberKind
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.worker.lifecycle import WorkerHost, build_engine
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import SOON_S, until
 
 

@@ -16,9 +16,9 @@ from kvferry.gateway.key_file import KeyFile, new_key
 from kvferry.gateway.tenant_directory import TenantDirectory
 from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant, Tenants
 from kvferry.membership.base import RecordChanged, Records
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.records import KeyRecord, TenantRecord, encode
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 
 SECRET = b"a secret of all gateways, 32 bytes"
 JWT = {"issuer": "https://issuer", "audience": "kvferry", "jwks_url": "https://issuer/keys"}

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from kvferry import config as configuration
 from kvferry.config import MAX_ADAPTERS
-from kvferry.engine.sim import SimRenderer
 from kvferry.errors import ModelNotFound, NoDecodeWorker
 from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.models import Models
 from kvferry.gateway.tenants import Tenant
 from kvferry.link.protocol import Identity
+from kvferry_sim import SimRenderer
 
 POOLS = {"fast": {"served_name": "m-fast"}, "bank": {"served_name": "m-bank", "dedicated": True}}
 SERVED = {

@@ -21,9 +21,9 @@ from kvferry.gateway.identification import Identification
 from kvferry.gateway.key_file import new_key
 from kvferry.gateway.tenants import DEFAULT_TENANT, SECRET_RECORD, Tenant
 from kvferry.membership.base import RecordStore
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.limits import Limits
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import until, until_async
 
 SECRET = b"a secret of all gateways, 32 bytes"

@@ -16,7 +16,7 @@ PROGRAM = """
 import asyncio, gc, json, sys
 from kvferry import config as configuration
 from kvferry.gateway.lifecycle import GatewayHost
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 
 def settings():
     return {"gc": gc.get_threshold(), "switch_interval_s": sys.getswitchinterval()}

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.keeper import actor
 from kvferry.keeper.actor import KeeperActor
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_node import node_config
 from support.waiting import SOON_S, until
 

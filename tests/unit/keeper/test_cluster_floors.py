@@ -14,7 +14,6 @@ from kvferry.keeper import cluster_floors, volume_tenants
 from kvferry.keeper.cluster_floors import ClusterFloors
 from kvferry.keeper.lifecycle import KeeperHost
 from kvferry.membership import floor_reports
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.store.chunk_file import chunk_file_bytes
 from kvferry.store.eviction import TenantRetention
@@ -23,6 +22,7 @@ from kvferry.tenancy.floor_exchange import DROP_S, FloorReport
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.outcome import Cause
 from kvferry.tenancy.records import FLOORS, MAX_RECORD_BYTES
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config
 from support.tier_rows import layout_of, rows_of

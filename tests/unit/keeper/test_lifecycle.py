@@ -17,13 +17,13 @@ from kvferry.errors import ConfigError, TierError
 from kvferry.keeper.lifecycle import KeeperHost, _OtherKeepers
 from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Snapshot
 from kvferry.membership.follower import MemberFollower
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.store import folder
 from kvferry.store.folder import MAX_WRITER_CHARS
 from kvferry.store.fsck import key_usage
 from kvferry.store.keyring import load_keyring
 from kvferry.store.volume import Volume
 from kvferry.tenancy.namespace import Namespace
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config
 from support.tier_rows import layout_of, rows_of

@@ -11,13 +11,13 @@ import pytest
 
 from kvferry.config import ClusterConfig
 from kvferry.keeper import failure_cause, lifecycle, volume_tenants
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.store import fsck
 from kvferry.store.chunk_file import chunk_file_bytes
 from kvferry.store.volume import Volume
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.outcome import Cause
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config
 from support.tier_rows import key_of, layout_of, rows_of

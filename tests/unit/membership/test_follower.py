@@ -10,7 +10,7 @@ import pytest
 from kvferry.membership import follower as follower_module
 from kvferry.membership.base import Joined, Left, Member, MemberChange, MemberId, MemberKind, Snapshot
 from kvferry.membership.follower import MemberFollower
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import until
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import UnavailableError
 from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Snapshot
-from kvferry.membership.memory import MemoryMembership, MemoryRegistration, MemoryRegistry, MemoryWatch
+from kvferry_sim.membership import MemoryMembership, MemoryRegistration, MemoryRegistry, MemoryWatch
 
 
 def member(name: str = "one", *, version: str = "1") -> Member:

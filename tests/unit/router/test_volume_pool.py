@@ -11,12 +11,12 @@ import pytest
 
 from kvferry.keeper.volume_state import VolumeState
 from kvferry.membership.base import Member, MemberId, MemberKind
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.router import volume_pool
 from kvferry.router.rates import CostDefaults
 from kvferry.router.volume_pool import VolumePool, VolumeUpdate, volume_of
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import until
 
 STATE = VolumeState(chunk_bytes=1_000_000, read_bytes_per_s=1e9, queue_bytes=5_000_000)

@@ -13,8 +13,8 @@ from msgspec import structs
 from kvferry.engine.base import EngineStats
 from kvferry.membership import follower
 from kvferry.membership.base import Joined, Member, MemberChange, MemberId, MemberKind, Snapshot
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.router.worker_pool import WorkerPool
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import SOON_S, until
 
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import pytest
 
 from kvferry.membership.base import Records
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.floor_exchange import DROP_S, KEPT, LEASE_S
 from kvferry.tenancy.records import ENGINE_FLOORS, TENANTS
 from kvferry.worker import engine_floors
 from kvferry.worker.engine_floors import FORGET_S, MAX_MOVING, EngineFloors
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import SOON_S, until
 
 CAPACITY = 1000

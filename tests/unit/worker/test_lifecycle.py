@@ -12,15 +12,15 @@ import pytest_asyncio
 
 from kvferry import config as configuration
 from kvferry.engine.base import EngineId, EngineRequest, RequestId, Sampling
-from kvferry.engine.sim import SimEngine
-from kvferry.engine.sim.engine import Faults
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.engine.vllm.engine_folder import EngineFolder
 from kvferry.errors import EngineDead
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
-from kvferry.membership.memory import MemoryMembership, MemoryRegistry
 from kvferry.worker.lifecycle import WorkerHost, build_engine
+from kvferry_sim import SimEngine
+from kvferry_sim.engine import Faults
+from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import until
 
 

@@ -10,9 +10,7 @@ import pytest
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.config import SimConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineTimes, FinishReason, RequestId, Sampling
-from kvferry.engine.sim import SimEngine
 from kvferry.errors import EngineDead
 from kvferry.exposition import SpanCounts
 from kvferry.keeper.chunk_lender import ChunkLender
@@ -23,6 +21,8 @@ from kvferry.telemetry import CATALOGUE, VERIFICATION_FAILURES, Exporter
 from kvferry.tenancy.outcome import Cause, Refusal, TenantUsage
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.server import WorkerServer
+from kvferry_sim import SimEngine
+from kvferry_sim.settings import SimConfig
 
 
 def an_engine() -> SimEngine:

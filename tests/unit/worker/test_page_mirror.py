@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.engine.base import AllPagesCleared, KvEvent, KvEventBatch, PagesRemoved, PagesStored
-from kvferry.engine.sim.block_pool import BlockPool, PageHash, PageId, chain_hash, root_hash
 from kvferry.pages.keys import pack_tokens, route_keys, seed_of
 from kvferry.residency.feed import Delta, ResidencyFollower
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.worker.page_mirror import PageMirror
+from kvferry_sim.block_pool import BlockPool, PageHash, PageId, chain_hash, root_hash
 
 BLOCK_SIZE = 2
 TOKENS = [11, 12, 13, 14, 15, 16]

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.engine.base import FinishReason, Sampling, TokenLogprob
-from kvferry.engine.sim import SimTokenizer
-from kvferry.engine.sim.answer import Answer
-from kvferry.engine.sim.tokenizer import EOS
 from kvferry.pages.keys import pack_tokens
+from kvferry_sim import SimTokenizer
+from kvferry_sim.answer import Answer
+from kvferry_sim.tokenizer import EOS
 
 tokenizer = SimTokenizer()
 PROMPT = tokenizer.encode("what does the ferry carry")

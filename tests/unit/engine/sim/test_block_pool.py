@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.engine.base import PagesRemoved, PagesStored
-from kvferry.engine.sim.block_pool import BlockPool, PageHash, PageId, chain_hash, root_hash
 from kvferry.pages.keys import pack_tokens
+from kvferry_sim.block_pool import BlockPool, PageHash, PageId, chain_hash, root_hash
 
 BLOCK_SIZE = 2
 

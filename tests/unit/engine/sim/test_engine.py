@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvferry.config import SimConfig
 from kvferry.engine.base import (
     EngineOutput,
     EngineRequest,
@@ -23,8 +22,9 @@ from kvferry.engine.base import (
     Sampling,
     TransferParams,
 )
-from kvferry.engine.sim import Faults, PullFault, SimEngine, kv_fetch
 from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest, UnsupportedEngine
+from kvferry_sim import Faults, PullFault, SimEngine, kv_fetch
+from kvferry_sim.settings import SimConfig
 from support.waiting import SOON_S
 
 BLOCK_SIZE = 4

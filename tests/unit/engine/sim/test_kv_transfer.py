@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
-from kvferry.engine.sim.block_pool import PageHash, PageId
-from kvferry.engine.sim.kv_transfer import (
+from kvferry_sim.block_pool import PageHash, PageId
+from kvferry_sim.kv_transfer import (
     MAX_REQUEST_BYTES,
     KvTransferError,
     KvTransferServer,
@@ -19,7 +19,7 @@ from kvferry.engine.sim.kv_transfer import (
     read_payload,
     release_offer,
 )
-from kvferry.engine.sim.page_memory import PageMemory, layout_digest
+from kvferry_sim.page_memory import PageMemory, layout_digest
 from support.waiting import SOON_S
 
 PAGE_BYTES = 128

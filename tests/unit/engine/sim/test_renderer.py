@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from kvferry.engine.base import Sampling
-from kvferry.engine.sim import SimRenderer, SimTokenizer
-from kvferry.engine.sim.tokenizer import BOS, END_OF_TURN, ROLE_TO_MARKER
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
+from kvferry_sim import SimRenderer, SimTokenizer
+from kvferry_sim.tokenizer import BOS, END_OF_TURN, ROLE_TO_MARKER
 
 MAX_MODEL_LEN = 64
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvferry.config import SimConfig
 from kvferry.engine.base import EngineRequest, RequestId, Sampling, Turn
-from kvferry.engine.sim.admission import to_sequence
-from kvferry.engine.sim.block_pool import BlockPool
-from kvferry.engine.sim.scheduler import Scheduler
-from kvferry.engine.sim.tokenizer import SimTokenizer
+from kvferry_sim.admission import to_sequence
+from kvferry_sim.block_pool import BlockPool
+from kvferry_sim.scheduler import Scheduler
+from kvferry_sim.settings import SimConfig
+from kvferry_sim.tokenizer import SimTokenizer
 
 STEP_TOKENS = 10
 

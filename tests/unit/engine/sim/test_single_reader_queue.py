@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvferry.engine.sim.single_reader_queue import SingleReaderQueue
+from kvferry_sim.single_reader_queue import SingleReaderQueue
 from support.waiting import SOON_S
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.config import SimConfig, TierConfig
+from kvferry.config import TierConfig
 from kvferry.engine.base import (
     CachedTokens,
     EngineOutput,
@@ -23,15 +23,16 @@ from kvferry.engine.base import (
     Sampling,
     TierHints,
 )
-from kvferry.engine.sim import SimEngine
-from kvferry.engine.sim.block_pool import PageHash, chain_hash, root_hash
-from kvferry.engine.sim.tier import PageRef, SimTier, page_key, sim_layout
 from kvferry.engine.vllm.arguments import tier_connector
 from kvferry.keeper.socket_path import socket_path
 from kvferry.pages.keys import pack_tokens, route_keys, seed_of
 from kvferry.residency.index import Tier
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 from kvferry.worker.page_mirror import PageMirror
+from kvferry_sim import SimEngine
+from kvferry_sim.block_pool import PageHash, chain_hash, root_hash
+from kvferry_sim.settings import SimConfig
+from kvferry_sim.tier import PageRef, SimTier, page_key, sim_layout
 from support.tier_chunks import chunk_files
 from support.tier_keeper import KeeperProcess, keeping, tier_config
 from support.waiting import SOON_S, until

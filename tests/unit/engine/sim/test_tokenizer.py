@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine.sim import SimTokenizer
-from kvferry.engine.sim.tokenizer import BOS, END_OF_TURN, EOS, NUM_SPECIAL, ROLE_TO_MARKER, VOCABULARY_SIZE
+from kvferry_sim import SimTokenizer
+from kvferry_sim.tokenizer import BOS, END_OF_TURN, EOS, NUM_SPECIAL, ROLE_TO_MARKER, VOCABULARY_SIZE
 
 tokenizer = SimTokenizer()
 

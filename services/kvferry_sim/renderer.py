@@ -10,9 +10,9 @@ from typing import Any
 from msgspec import structs
 
 from kvferry.engine.base import ANYBODY, Asker, ChatImage, RenderedPrompt, RenderOutcomes, Sampling
-from kvferry.engine.sim.parsing import check_name, parse_of
-from kvferry.engine.sim.tokenizer import ROLE_TO_MARKER, SimTokenizer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
+from kvferry_sim.parsing import check_name, parse_of
+from kvferry_sim.tokenizer import ROLE_TO_MARKER, SimTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat has none
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.engine.base import KvEvent
-from kvferry.engine.sim.block_pool import BlockPool, PageId
-from kvferry.engine.sim.page_memory import LayoutDigest, PageMemory
-from kvferry.engine.sim.sequence import TokenSequence
-from kvferry.engine.sim.tier import SimTier
+from kvferry_sim.block_pool import BlockPool, PageId
+from kvferry_sim.page_memory import LayoutDigest, PageMemory
+from kvferry_sim.sequence import TokenSequence
+from kvferry_sim.tier import SimTier
 
 
 class KvCache:

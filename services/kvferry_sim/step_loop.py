@@ -7,14 +7,14 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from kvferry.config import SimConfig
 from kvferry.engine.base import CachedTokens, EngineOutput, FinishReason, PromptSources, TransferParams
-from kvferry.engine.sim.event_stream import KvEventStream
-from kvferry.engine.sim.kv_cache import KvCache
-from kvferry.engine.sim.kv_transfer import PullFault
-from kvferry.engine.sim.scheduler import Plan, Scheduler
-from kvferry.engine.sim.sequence import Phase, TokenSequence
 from kvferry.engine.time_shares import PromptShares, PromptTime
+from kvferry_sim.event_stream import KvEventStream
+from kvferry_sim.kv_cache import KvCache
+from kvferry_sim.kv_transfer import PullFault
+from kvferry_sim.scheduler import Plan, Scheduler
+from kvferry_sim.sequence import Phase, TokenSequence
+from kvferry_sim.settings import SimConfig
 
 
 @dataclass(frozen=True, slots=True)

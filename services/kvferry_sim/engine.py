@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from kvferry.config import AdaptersConfig, SimConfig, TierConfig
+from kvferry.config import AdaptersConfig, TierConfig
 from kvferry.engine.base import (
     EngineId,
     EngineInfo,
@@ -26,23 +26,24 @@ from kvferry.engine.base import (
     name_adapter,
 )
 from kvferry.engine.parsing import ParsedAnswer
-from kvferry.engine.sim.admission import ticket_of, to_sequence, validate_request
-from kvferry.engine.sim.answer import Answer
-from kvferry.engine.sim.block_pool import PageId
-from kvferry.engine.sim.event_stream import KvEventStream
-from kvferry.engine.sim.kv_cache import KvCache
-from kvferry.engine.sim.kv_fetch import KvFetcher
-from kvferry.engine.sim.kv_transfer import KvTransferError, KvTransferServer, Ticket
-from kvferry.engine.sim.page_memory import layout_digest
-from kvferry.engine.sim.parsing import SimParser
-from kvferry.engine.sim.scheduler import Scheduler
-from kvferry.engine.sim.sequence import Phase, TokenSequence
-from kvferry.engine.sim.step_loop import Faults, StepLoop
-from kvferry.engine.sim.tier import SimTier, sim_layout
-from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 from kvferry.pages.exchange import PAGE_FORMATS, sorted_fields
 from kvferry.tenancy.outcome import TenantUsage
+from kvferry_sim.admission import ticket_of, to_sequence, validate_request
+from kvferry_sim.answer import Answer
+from kvferry_sim.block_pool import PageId
+from kvferry_sim.event_stream import KvEventStream
+from kvferry_sim.kv_cache import KvCache
+from kvferry_sim.kv_fetch import KvFetcher
+from kvferry_sim.kv_transfer import KvTransferError, KvTransferServer, Ticket
+from kvferry_sim.page_memory import layout_digest
+from kvferry_sim.parsing import SimParser
+from kvferry_sim.scheduler import Scheduler
+from kvferry_sim.sequence import Phase, TokenSequence
+from kvferry_sim.settings import SimConfig
+from kvferry_sim.step_loop import Faults, StepLoop
+from kvferry_sim.tier import SimTier, sim_layout
+from kvferry_sim.tokenizer import SimTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from typing import Annotated
 import msgspec
 
 from kvferry.engine.base import TransferParams
-from kvferry.engine.sim.block_pool import PageId
-from kvferry.engine.sim.page_memory import LayoutDigest
 from kvferry.task_set import TaskSet
+from kvferry_sim.block_pool import PageId
+from kvferry_sim.page_memory import LayoutDigest
 
 log = logging.getLogger(__name__)
 

@@ -8,16 +8,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from kvferry.config import SimConfig
 from kvferry.engine.base import CachedTokens, KvTransferStats, PromptSources
-from kvferry.engine.sim.block_pool import PageHash
-from kvferry.engine.sim.kv_cache import KvCache
-from kvferry.engine.sim.kv_transfer import PULL_TIMEOUT_S, KvTransferError, Ticket, pull_pages, release_offer
-from kvferry.engine.sim.sequence import Phase, TokenSequence
-from kvferry.engine.sim.tier import SimTier
 from kvferry.engine.time_shares import TransferShares
 from kvferry.residency.index import Tier
 from kvferry.task_set import TaskSet
+from kvferry_sim.block_pool import PageHash
+from kvferry_sim.kv_cache import KvCache
+from kvferry_sim.kv_transfer import PULL_TIMEOUT_S, KvTransferError, Ticket, pull_pages, release_offer
+from kvferry_sim.sequence import Phase, TokenSequence
+from kvferry_sim.settings import SimConfig
+from kvferry_sim.tier import SimTier
 
 log = logging.getLogger(__name__)
 

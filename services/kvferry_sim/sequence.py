@@ -7,12 +7,12 @@ import enum
 import time
 
 from kvferry.engine.base import CachedTokens, EngineOutput, EngineRequest, EngineTimes, PromptSources
-from kvferry.engine.sim.answer import Answer
-from kvferry.engine.sim.block_pool import PageHash, PageId
-from kvferry.engine.sim.kv_transfer import Ticket
-from kvferry.engine.sim.single_reader_queue import SingleReaderQueue
-from kvferry.engine.sim.token_chain import TokenChain
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
+from kvferry_sim.answer import Answer
+from kvferry_sim.block_pool import PageHash, PageId
+from kvferry_sim.kv_transfer import Ticket
+from kvferry_sim.single_reader_queue import SingleReaderQueue
+from kvferry_sim.token_chain import TokenChain
 
 
 class Phase(enum.Enum):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import xxhash
 
 from kvferry.engine.base import FinishReason, Sampling, TokenLogprob
-from kvferry.engine.sim.tokenizer import EOS, NUM_SPECIAL, NUM_WORDS, SimTokenizer
+from kvferry_sim.tokenizer import EOS, NUM_SPECIAL, NUM_WORDS, SimTokenizer
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from kvferry.engine.base import KvEvent, KvEventBatch
-from kvferry.engine.sim.single_reader_queue import SingleReaderQueue
 from kvferry.errors import EngineDead
+from kvferry_sim.single_reader_queue import SingleReaderQueue
 
 MAX_UNREAD_BATCHES = 100_000  # further batches are dropped, and the listener sees the gap in the numbers
 

@@ -6,7 +6,7 @@ import hashlib
 
 import xxhash
 
-from kvferry.engine.sim.block_pool import PageHash, PageId
+from kvferry_sim.block_pool import PageHash, PageId
 
 LayoutDigest = int
 

@@ -6,14 +6,14 @@ import logging
 import math
 from collections.abc import Container
 
-from kvferry.config import SimConfig
 from kvferry.engine.base import EngineRequest, RequestId, TransferParams, validate_adapter, validate_continuation
-from kvferry.engine.sim.answer import Answer
-from kvferry.engine.sim.kv_transfer import KvTransferError, Ticket
-from kvferry.engine.sim.sequence import TokenSequence
-from kvferry.engine.sim.tokenizer import SimTokenizer
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
 from kvferry.pages.keys import TOKEN_BYTES, pack_tokens
+from kvferry_sim.answer import Answer
+from kvferry_sim.kv_transfer import KvTransferError, Ticket
+from kvferry_sim.sequence import TokenSequence
+from kvferry_sim.settings import SimConfig
+from kvferry_sim.tokenizer import SimTokenizer
 
 log = logging.getLogger(__name__)
 

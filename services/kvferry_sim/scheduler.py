@@ -8,8 +8,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 
 from kvferry.engine.base import CachedTokens, PromptSources, RequestId
-from kvferry.engine.sim.block_pool import BlockPool, PageHash
-from kvferry.engine.sim.sequence import Phase, TokenSequence
+from kvferry_sim.block_pool import BlockPool, PageHash
+from kvferry_sim.sequence import Phase, TokenSequence
 
 Plan = list[tuple[TokenSequence, int]]  # with the number of tokens to compute
 StartFetch = Callable[[TokenSequence, bool], bool]

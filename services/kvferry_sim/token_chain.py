@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from kvferry.engine.sim.block_pool import PageHash, chain_hash, root_hash
-from kvferry.engine.sim.tier import PageRef
 from kvferry.pages.keys import TOKEN_BYTES, route_keys, seed_of
+from kvferry_sim.block_pool import PageHash, chain_hash, root_hash
+from kvferry_sim.tier import PageRef
 
 
 class TokenChain:
