@@ -313,7 +313,7 @@ class Load:
 async def test_a_volume_that_hangs_fills_or_disappears_under_load_fails_nobody(tmp_path: Path, sockets: Path) -> None:
     """And metrics say so while it lasts, and the volume is of use again afterwards, in the same keeper."""
     config = config_with(tmp_path / "volume", sockets, io_timeout_s=0.3, breaker_retry_s=0.2)
-    config = config.model_copy(update={"sim": config.sim.model_copy(update={"num_pages": 64, "cpu_pages": 64})})
+    config = config.model_copy(update={"sim": {**config.sim, "num_pages": 64, "cpu_pages": 64}})
     io = SwitchableIo()
     async with gateway_over(config) as cluster:
         host = KeeperHost(config, MemoryMembership(cluster.registry), node="here")
