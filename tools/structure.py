@@ -1,16 +1,17 @@
-"""Sizes of kvferry's sources, and the files that one request passes.
+"""Sizes of kvferry's sources, and the files that a request passes.
 
     make structure                  a table, the ten largest, and one JSON line
     make structure ARGS="--check"   exit code 1 if a limit is exceeded
+    make structure ARGS="--json"    one JSON object, and nothing else
 
 Generated code is left out. `files` and lines are of the core's wheel; the limits hold for its satellites too.
 `docstring_words_per_100` is words in docstrings per 100 lines of other code.
 
 The files of a request are those that a reader opens to follow one: the files that hand it on, and the files in which it
-changes its form. The first are measured: a streamed chat is sent through a simulated cluster in this process (one
+changes its form. The first are measured: streamed chats are sent through a simulated cluster in this process (one
 gateway, one prefill and one decode worker), and a file counts if one of its functions is on the stack when a transport
 or the engine is reached (HANDOVERS). The second are listed (CHANGES); each has to be called meanwhile. What an engine
-does inside is left out. `files_called` counts every file of which any function is called meanwhile, the simulated
+does inside is left out. `files_called` counts every file of which each of them calls a function, the simulated
 engine, statistics and residency included, except for the leaves of the import contract (configuration, errors, tracing,
 ...).
 """
@@ -31,12 +32,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
+from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
 import kvferry
+from kvferry.config import ClusterConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "services" / "kvferry"
@@ -48,9 +51,16 @@ LIMITS = {
     "readme_words": 900,
     "docstring_words_per_100": 66,
     "files_of_a_request": 20,
+    # What grew while only the figures above had limits. They go down with the code, and never up.
+    "files": 389,
+    "lines": 59_310,
+    "root_modules": 29,
+    "most_files_in_a_package": 61,
+    "settings": 242,
+    "files_called": 79,
 }
 _LONG_FUNCTION = 60
-_MAX_PASSAGES = 4  # of requests that are followed, until one passes few files
+_NUM_PASSAGES = 5  # what only one of these requests calls belongs to a heartbeat, or to a queue on a busy machine
 
 # Files whose functions pass a request, or a part of its answer, to another process, to the engine, or to the client.
 HANDOVERS = (
@@ -195,20 +205,25 @@ async def follow_a_request() -> Passage:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as client:
             debug = {"x-kvferry-debug": "disaggregate"}
             (await client.post("/v1/chat/completions", json=body)).raise_for_status()  # connections are open now
-            passage = Passage()
-            sys.setprofile(_recorder(passage))
-            try:
-                (await client.post("/v1/chat/completions", json=body, headers=debug)).raise_for_status()
-            finally:
-                sys.setprofile(None)
+            passages = []
+            for _ in range(_NUM_PASSAGES):
+                passages.append(Passage())
+                sys.setprofile(_recorder(passages[-1]))
+                try:
+                    (await client.post("/v1/chat/completions", json=body, headers=debug)).raise_for_status()
+                finally:
+                    sys.setprofile(None)
     finally:
         for host in reversed(hosts):
             await host.stop()
+    return Passage(_of_all([each.called for each in passages]), _of_all([each.handing_on for each in passages]))
+
+
+def _of_all(files: list[dict[str, None]]) -> dict[str, None]:
     excluded = leaves()
-    for files in (passage.called, passage.handing_on):
-        for name in [name for name in files if name.partition("/")[0].removesuffix(".py") in excluded]:
-            del files[name]
-    return passage
+    common = set.intersection(*map(set, files))
+    common = {name for name in common if name.partition("/")[0].removesuffix(".py") not in excluded}
+    return {name: None for name in files[0] if name in common}
 
 
 def _name_of(file: str) -> str:
@@ -249,7 +264,22 @@ def figures(sizes: Sizes, core: Sizes, passage: Passage) -> dict[str, Any]:
         "files_of_a_request": len(passage.files()),
         "packages_of_a_request": len({name.partition("/")[0] for name in passage.files()}),
         "files_called": len(passage.called),
+        "root_modules": len(list(PACKAGE.glob("*.py"))),
+        "most_files_in_a_package": max(len(list(folder.glob("*.py"))) for folder in (PACKAGE, *PACKAGE.rglob("*/"))),
+        "settings": num_settings(ClusterConfig),
     }
+
+
+def num_settings(section: type[BaseModel]) -> int:
+    """Settings of a section and of those in it; a list or mapping of sections counts once."""
+    inner = [_sections_in(each.annotation) for each in section.model_fields.values()]
+    return sum(sum(map(num_settings, sections)) if sections else 1 for sections in inner)
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for each in get_args(annotation) for section in _sections_in(each)]
 
 
 def exceeded(results: dict[str, Any]) -> Iterator[str]:
@@ -261,6 +291,7 @@ def exceeded(results: dict[str, Any]) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is exceeded")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     sizes, core = measure(PACKAGE.parent), measure(PACKAGE)
@@ -268,13 +299,8 @@ def main() -> int:
         print(f"{sys.executable} imports kvferry from {Path(kvferry.__file__).parent}, not {PACKAGE}", file=sys.stderr)
         return 2
     results = figures(sizes, core, passage := asyncio.run(follow_a_request()))
-    for _ in range(_MAX_PASSAGES - 1):
-        if results["files_of_a_request"] <= LIMITS["files_of_a_request"]:
-            break
-        # On a busy machine messages queue up, and the file that holds them back hands them on too.
-        results = figures(sizes, core, passage := asyncio.run(follow_a_request()))
     console = Console(stderr=True)
-    if not arguments.check:
+    if not arguments.check and not arguments.json:
         table = Table("", "figure", "at most")
         for name, value in results.items():
             table.add_row(name.replace("_", " "), str(value), str(LIMITS.get(name, "")))
