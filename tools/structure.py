@@ -52,8 +52,8 @@ LIMITS = {
     "docstring_words_per_100": 66,
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
-    "files": 389,
-    "lines": 59_310,
+    "files": 379,
+    "lines": 58_140,
     "root_modules": 29,
     "most_files_in_a_package": 61,
     "settings": 242,

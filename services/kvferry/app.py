@@ -43,7 +43,7 @@ from kvferry.keeper.actor import KeeperActor
 from kvferry.keeper.socket_path import socket_path
 from kvferry.membership.base import MemberKind, Membership
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.quality.required import check_quality_report
+from kvferry.quality_report import check_quality_report
 from kvferry.worker.lifecycle import WorkerHost, build_engine
 
 log = logging.getLogger(__name__)

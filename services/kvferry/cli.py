@@ -19,7 +19,7 @@ from rich.table import Table
 
 import kvferry
 from kvferry import config as configuration
-from kvferry import plain_yaml, quality_command, tenant_commands
+from kvferry import plain_yaml, tenant_commands
 from kvferry.addresses import join_host_port
 from kvferry.config import ROLES, ClusterConfig
 from kvferry.errors import ConfigError, KvferryError, TierError
@@ -35,7 +35,7 @@ _INTERRUPTED_EXIT_CODE = 130
 
 
 # Commands of other distributions, which register them as entry points of the group `kvferry.commands`.
-_DISTRIBUTIONS = {"plan": "kvferry-plan"}
+_DISTRIBUTIONS = {"plan": "kvferry-plan", "quality": "kvferry-plan"}
 
 
 class _Commands(click.Group):
@@ -268,7 +268,7 @@ def down(name: str | None) -> None:
 def show_config(config: ClusterConfig, role: str | None, entry: str) -> None:
     """Print the effective configuration as YAML."""
     from kvferry.engine.vllm.chat_template import read_chat_template
-    from kvferry.quality.required import check_quality_report
+    from kvferry.quality_report import check_quality_report
 
     entries = [each.name for each in config.models]
     if entry and role is None:
@@ -337,7 +337,6 @@ def new_key(tenant: str, name: str, into: Path | None, operator: bool, metrics: 
 
 
 main.add_command(tenant_commands.tenant)
-main.add_command(quality_command.quality)
 
 
 @main.group()

@@ -16,8 +16,9 @@ from kvferry import config as configuration
 from kvferry.cli import main
 from kvferry.config import EngineConfig, ModelConfig
 from kvferry.errors import UnsupportedEngine
-from kvferry.quality.report import why_not_shown, write_report
-from kvferry.quality.samples import load_dataset
+from kvferry.quality_report import why_not_shown
+from kvferry_plan.quality.report_file import write_report
+from kvferry_plan.quality.samples import load_dataset
 from support.all_models import only_with_all_models
 
 pytestmark = pytest.mark.model
@@ -68,7 +69,7 @@ def test_samples_that_are_equal_are_refused(tmp_path: Path) -> None:
 
 def test_questions_are_whole_whatever_the_lengths_and_fit_the_context() -> None:
     from kvferry import model_folder
-    from kvferry.engine.vllm import quality_measure
+    from kvferry_plan.quality import measure as quality_measure
 
     folder = model_folder.resolve("default")
     settings = quality_measure.Settings(("bfloat16",), "auto", (32,), 2, 8, 2, 0.005, 60)
@@ -86,7 +87,7 @@ async def test_scales_that_are_wrong_by_eight_are_found(tmp_path: Path, monkeypa
     """On vLLM's own pages: keys and values are written with a scale of 8 and read with 1."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # of the extension, in vLLM's processes
     from kvferry.engine.vllm.engine import VllmEngine
-    from kvferry.engine.vllm.quality_measure import Settings, measure
+    from kvferry_plan.quality.measure import Settings, measure
 
     folder = make_model("qwen3", tmp_path / "model")
     config = configuration.load(flags=[f"model.path={json.dumps(str(folder))}"])

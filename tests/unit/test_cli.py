@@ -18,9 +18,9 @@ from kvferry.gateway.generation import record_values
 from kvferry.local import cluster
 from kvferry.local.child import StartFailed
 from kvferry.membership.base import Member, MemberId, MemberKind
-from kvferry.quality.report import write_report
-from kvferry.quality_command import print_report
 from kvferry.router.request_record import RequestRecord
+from kvferry_plan.quality.command import print_report
+from kvferry_plan.quality.report_file import write_report
 from support.quality_reports import passing_report
 
 

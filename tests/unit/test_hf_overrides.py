@@ -71,8 +71,8 @@ def test_the_largest_context_is_taken() -> None:
 
 
 def test_quality_is_not_measured_with_overrides() -> None:
-    from kvferry.engine.vllm.quality_measure import Settings, measure
-    from kvferry.quality.samples import load_dataset
+    from kvferry_plan.quality.measure import Settings, measure
+    from kvferry_plan.quality.samples import load_dataset
 
     with pytest.raises(ConfigError, match=r"model\.hf_overrides: a report says nothing of them"):
         next(measure(parsed(), Settings(("fp8",), "auto", (), 1, 1, 1, 1.0, 1.0), load_dataset(None), print))

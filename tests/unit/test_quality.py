@@ -22,11 +22,12 @@ from kvferry import config as configuration
 from kvferry.cli import main
 from kvferry.errors import ConfigError
 from kvferry.pages.geometry.config_json import from_config
-from kvferry.quality.obstacles import Hardware, find_obstacles
-from kvferry.quality.report import MAX_FILE_BYTES, QualityReport, read_report, why_not_shown, write_report
-from kvferry.quality.samples import MAX_DATASET_BYTES, SHIPPED, load_dataset, sample_text, task_prompts
-from kvferry.quality.statistics import Interval, interval_of_mean, interval_of_share
-from kvferry.quality.verdict import SampleScores, Verdict, by_length, exact_match, judge, worst
+from kvferry.quality_report import MAX_FILE_BYTES, Interval, QualityReport, Verdict, judge, read_report, why_not_shown
+from kvferry_plan.quality.obstacles import Hardware, find_obstacles
+from kvferry_plan.quality.report_file import write_report
+from kvferry_plan.quality.samples import MAX_DATASET_BYTES, SHIPPED, load_dataset, sample_text, task_prompts
+from kvferry_plan.quality.statistics import interval_of_mean, interval_of_share
+from kvferry_plan.quality.verdict import SampleScores, by_length, exact_match, worst
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -128,7 +129,7 @@ class TestVerdict:
 class TestScores:
     def test_divergence_loss_and_agreement_are_of_the_distributions(self) -> None:
         numpy = pytest.importorskip("numpy")
-        from kvferry.engine.vllm.quality_measure import score
+        from kvferry_plan.quality.measure import score
 
         baseline = numpy.log(numpy.array([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]], dtype=numpy.float32))
         other = numpy.log(numpy.array([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]], dtype=numpy.float32))
@@ -140,7 +141,7 @@ class TestScores:
 
     def test_tokens_without_probability_add_nothing(self) -> None:
         numpy = pytest.importorskip("numpy")
-        from kvferry.engine.vllm.quality_measure import score
+        from kvferry_plan.quality.measure import score
 
         baseline = numpy.array([[0.0, -numpy.inf]], dtype=numpy.float32)
         assert score(baseline, baseline, [0], 1).divergence == 0
@@ -194,7 +195,7 @@ class TestObstacles:
     def test_the_option_for_pages_never_means_what_the_checkpoint_declares(
         self, declared: str, name: str, types: tuple[str, str]
     ) -> None:
-        measuring = pytest.importorskip("kvferry.engine.vllm.quality_measure")
+        measuring = pytest.importorskip("kvferry_plan.quality.measure")
         geometry = dataclasses.replace(from_config(LLAMA), checkpoint_kv_dtype=declared)
         assert measuring.types_of(configuration.load(flags=[]), geometry, name) == types
 
@@ -402,7 +403,7 @@ class TestCommand:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
     def test_a_signal_ends_the_engine_and_the_command(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """SIGTERM alone would leave vLLM's processes, which have a session of their own."""
-        measuring = pytest.importorskip("kvferry.engine.vllm.quality_measure")
+        measuring = pytest.importorskip("kvferry_plan.quality.measure")
         ended = []
 
         def measure(*_: Any) -> Iterator[QualityReport]:
@@ -427,11 +428,11 @@ class TestCommand:
 
     def test_a_result_is_shown_before_it_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A full disk does not cost what took hours to measure."""
-        measuring = pytest.importorskip("kvferry.engine.vllm.quality_measure")
+        measuring = pytest.importorskip("kvferry_plan.quality.measure")
         monkeypatch.setattr(measuring, "measure", lambda *_: iter([report()]))
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(
-            "kvferry.quality_command.write_report", lambda *_: write_report(report(), Path("/dev/full"))
+            "kvferry_plan.quality.command.write_report", lambda *_: write_report(report(), Path("/dev/full"))
         )
         result = CliRunner().invoke(main, ["quality", "--kv-cache-dtype", "fp8"])
         assert result.exit_code == 2
@@ -439,7 +440,7 @@ class TestCommand:
         assert "/dev/full cannot be written" in result.output
 
     def test_a_folder_that_cannot_be_used_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        measuring = pytest.importorskip("kvferry.engine.vllm.quality_measure")
+        measuring = pytest.importorskip("kvferry_plan.quality.measure")
 
         def measure(*_: Any) -> Iterator[QualityReport]:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/no/such/folder")

@@ -39,7 +39,7 @@ from kvferry.local.progress import NoProgress, Progress
 from kvferry.local.ray_process import Ray, engine_environment, is_of_ray, ray_environment, start_ray
 from kvferry.local.run_folder import ClusterBusy, ClusterRecord, RunFolder, run_folder
 from kvferry.pages.geometry.config_json import from_config
-from kvferry.quality.required import check_quality_report
+from kvferry.quality_report import check_quality_report
 from kvferry.store.keyring import load_keyring
 from kvferry.vllm_arguments import SPECULATION, draft_model
 

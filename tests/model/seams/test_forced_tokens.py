@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/forced_tokens.py and engine/vllm/quality_run.py"""
+"""kvferry_plan/quality/forced_tokens.py and run.py"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_distributions_are_written_and_the_text_is_forced(tmp_path: Path) -> Non
     from vllm import SamplingParams
     from vllm.v1.sample.logits_processor import BatchUpdate
 
-    from kvferry.engine.vllm.plugins.forced_tokens import FORCED, ForcedTokens
+    from kvferry_plan.quality.forced_tokens import FORCED, ForcedTokens
 
     file = tmp_path / "rows.npy"
     np.save(file, np.zeros((2, 4), dtype=np.float32))
@@ -59,7 +59,7 @@ def test_vllms_cpu_attention_has_the_types_that_obstacles_names() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     from kvferry.pages.geometry.kv_dtypes import kv_dtype
-    from kvferry.quality.obstacles import _ON_CPU
+    from kvferry_plan.quality.obstacles import _ON_CPU
 
     theirs = {kv_dtype(name).name for name in CPUAttentionBackend.supported_kv_cache_dtypes if name != "auto"}
     assert theirs <= set(_ON_CPU)

@@ -68,7 +68,7 @@ from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, UnsupportedEngine
 from kvferry.model_folder import cache_folder
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
-from kvferry.quality.report import QualityReport, read_report, why_not_shown
+from kvferry.quality_report import QualityReport, read_report, why_not_shown
 from kvferry.tenancy.outcome import TenantUsage
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ class Dataset:
 def load_dataset(file: Path | None) -> Dataset:
     """Read a UTF-8 text; paragraphs are parted by empty lines. Raises ConfigError for an unusable file."""
     if file is None:
-        content = resources.files("kvferry.quality").joinpath("data/prose.txt").read_bytes()
+        content = resources.files("kvferry_plan.quality").joinpath("data/prose.txt").read_bytes()
     else:
         try:
             with file.open("rb") as opened:

@@ -23,20 +23,20 @@ from typing import Any
 import msgspec
 
 from kvferry import model_folder
+from kvferry import quality_report as reports
 from kvferry.config import ClusterConfig
 from kvferry.engine.vllm.arguments import prepare_environment
-from kvferry.engine.vllm.quality_run import ANSWERS_FILE, RUN_FILE, ForcedSample, QualityRun, sample_file
 from kvferry.engine.vllm.weights import weights_revision
 from kvferry.errors import ConfigError, LocalError
 from kvferry.pages.geometry.config_json import from_config
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
 from kvferry.pages.geometry.model import ModelGeometry
-from kvferry.quality import report as reports
-from kvferry.quality.obstacles import Hardware, find_obstacles
-from kvferry.quality.report import QualityReport, length_record, record
-from kvferry.quality.samples import Dataset, sample_text, task_prompts
-from kvferry.quality.statistics import Interval
-from kvferry.quality.verdict import LengthResult, SampleScores, by_length, exact_match, worst
+from kvferry.quality_report import Interval, QualityReport
+from kvferry_plan.quality.obstacles import Hardware, find_obstacles
+from kvferry_plan.quality.report_file import length_record, record
+from kvferry_plan.quality.run import ANSWERS_FILE, RUN_FILE, ForcedSample, QualityRun, sample_file
+from kvferry_plan.quality.samples import Dataset, sample_text, task_prompts
+from kvferry_plan.quality.verdict import LengthResult, SampleScores, by_length, exact_match, worst
 
 AUTO = "auto"
 _SHORTEST = 1024
@@ -192,7 +192,7 @@ def run_engine(folder: Path, run: QualityRun, timeout_s: float, say: Progress, n
     log = folder / "log"
     with log.open("wb") as errors:
         child = subprocess.Popen(
-            [sys.executable, "-m", "kvferry.engine.vllm.quality_run", str(folder)],
+            [sys.executable, "-m", "kvferry_plan.quality.run", str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, stdev
-from typing import NamedTuple
+
+from kvferry.quality_report import Interval
 
 _CONFIDENCE = 0.95
 _NORMAL = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)
@@ -15,12 +16,6 @@ _STUDENT = (
     2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
     2.0452, 2.0423,
 )  # fmt: skip
-
-
-class Interval(NamedTuple):
-    mean: float
-    low: float
-    high: float
 
 
 def interval_of_mean(values: Sequence[float]) -> Interval:

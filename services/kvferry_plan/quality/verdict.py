@@ -5,15 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
-from kvferry.quality.statistics import Interval, interval_of_mean, interval_of_share
-
-
-class Verdict(StrEnum):
-    PASS = "pass"
-    FAIL = "fail"
-    UNDECIDED = "undecided"  # an interval has the budget in it: more samples are needed
+from kvferry.quality_report import Interval, Verdict, judge
+from kvferry_plan.quality.statistics import interval_of_mean, interval_of_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +55,6 @@ def _result(scores: Sequence[SampleScores], budget: float) -> LengthResult:
         # The divergence is the excess loss that the baseline itself expects, with far less noise than that of a text.
         verdict=Verdict.FAIL if judge(excess, budget) is Verdict.FAIL else judge(divergence, budget),
     )
-
-
-def judge(excess: Interval, budget: float) -> Verdict:
-    """A budget of 0.005 allows log(1.005) nats."""
-    limit = math.log1p(budget)
-    if excess.high <= limit:
-        return Verdict.PASS
-    return Verdict.FAIL if excess.low > limit else Verdict.UNDECIDED
 
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:

@@ -1,32 +1,46 @@
-"""The result file of `kvferry quality`, and whether it shows what a configuration asks."""
+"""The report of `kvferry quality` that `engine.quality_report` names: its file, and whether it shows what is asked."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import math
-import os
-import stat
-import tempfile
-from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.errors import ConfigError
-from kvferry.quality.statistics import Interval
-from kvferry.quality.verdict import LengthResult, Verdict, judge
+from kvferry.pages.geometry.kv_dtypes import kv_dtype
 
 FORMAT = 1
 ENGINE_MODE = "engine"  # measured on the engine that serves, with its own pages
 MAX_FILE_BYTES = 1 << 20
 MAX_BUDGET = 1.0
-_MODE = 0o644
 UNQUANTIZED = ("float32", "bfloat16", "float16")
-
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_AUTO = "auto"
+
+
+class Verdict(StrEnum):
+    PASS = "pass"
+    FAIL = "fail"
+    UNDECIDED = "undecided"  # an interval has the budget in it: more samples are needed
+
+
+class Interval(NamedTuple):
+    mean: float
+    low: float
+    high: float
+
+
+def judge(excess: Interval, budget: float) -> Verdict:
+    """A budget of 0.005 allows log(1.005) nats."""
+    limit = math.log1p(budget)
+    if excess.high <= limit:
+        return Verdict.PASS
+    return Verdict.FAIL if excess.low > limit else Verdict.UNDECIDED
 
 
 class IntervalRecord(msgspec.Struct, frozen=True):
@@ -71,66 +85,6 @@ class QualityReport(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
     date: str
     took_s: float
-
-
-def record(interval: tuple[float, float, float]) -> IntervalRecord:
-    return IntervalRecord(*map(finite, interval))
-
-
-def length_record(result: LengthResult) -> LengthRecord:
-    return LengthRecord(
-        num_tokens=result.num_tokens,
-        num_samples=result.num_samples,
-        num_positions=result.num_positions,
-        divergence_nats=record(result.divergence),
-        baseline_perplexity=finite(result.baseline_perplexity),
-        perplexity_ratio=record(result.perplexity_ratio),
-        agreement=result.agreement,
-        verdict=result.verdict,
-    )
-
-
-def finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def write_report(report: QualityReport, file: Path) -> None:
-    """Write the whole file, or leave it as it was. Raises ConfigError if it cannot be written."""
-    content = msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
-    try:
-        if file.exists() and not file.is_file():
-            file.write_bytes(content)
-            return
-        target = file.resolve()
-        with _beside(target) as written:
-            written.write(content)
-            written.flush()
-            os.fsync(written.fileno())
-            os.fchmod(written.fileno(), stat.S_IMODE(target.stat().st_mode) if target.exists() else _MODE)
-            Path(written.name).replace(target)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
-
-
-def check_writable(file: Path) -> None:
-    """Raises ConfigError if a report cannot be written there: what it says takes hours to measure."""
-    try:
-        if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not file.exists() or file.is_file():
-            with _beside(file.resolve()):
-                pass
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
-
-
-@contextlib.contextmanager
-def _beside(target: Path) -> Iterator[IO[bytes]]:
-    with tempfile.NamedTemporaryFile(prefix=f".{target.name}.", dir=target.parent, delete=False) as written:
-        try:
-            yield written
-        finally:
-            Path(written.name).unlink(missing_ok=True)
 
 
 def read_report(file: Path) -> QualityReport:
@@ -188,3 +142,30 @@ def _passes(length: LengthRecord, budget: float) -> bool:
         return False
     shown = judge(Interval(divergence.mean, -math.inf, divergence.high), budget)
     return length.verdict == shown == Verdict.PASS and ratio.low <= 1 + budget
+
+
+def check_quality_report(
+    config: ClusterConfig, *, engine: EngineConfig | None = None, context_length: int = 0, weights: str = ""
+) -> None:
+    """Raises ConfigError for a report that is missing, no report, or does not show what is configured.
+
+    `engine` is that of a role or a pool, by default that of all. `context_length` is the model's, in tokens, and
+    `weights` the digest of its files; 0 and empty: not known here.
+    """
+    # The engine compares all of it again, and vLLM's version and types that only it knows.
+    engine, model = engine or config.engine, config.model
+    file = engine.quality_report
+    if file is None or engine.kind != "vllm":
+        return
+    asked = {"device": engine.device, "revision": model.revision}
+    if engine.kv_cache_dtype != _AUTO:
+        asked["kv_cache_dtype"] = kv_dtype(engine.kv_cache_dtype).name
+    if model.dtype != _AUTO:
+        asked["compute_dtype"] = model.dtype
+    elif engine.device == "cpu":
+        asked["compute_dtype"] = "float32"
+    if weights:
+        asked["weights"] = weights
+    longest = model.max_model_len or context_length
+    if reason := why_not_shown(read_report(file), max_model_len=longest, **asked):
+        raise ConfigError(f"engine.quality_report {file}: {reason}")

@@ -21,12 +21,12 @@ from kvferry import config as configuration
 from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
-from kvferry.quality.report import IntervalRecord, QualityReport, check_writable, write_report
-from kvferry.quality.samples import Dataset, load_dataset
-from kvferry.quality.verdict import Verdict
+from kvferry.quality_report import IntervalRecord, QualityReport, Verdict
+from kvferry_plan.quality.report_file import check_writable, write_report
+from kvferry_plan.quality.samples import Dataset, load_dataset
 
 if TYPE_CHECKING:
-    from kvferry.engine.vllm.quality_measure import Settings
+    from kvferry_plan.quality.measure import Settings
 
 _INTERRUPTED_EXIT_CODE = 130
 MAX_LENGTHS, MAX_SAMPLES, MAX_SCORED_TOKENS, MAX_TASKS = 16, 64, 512, 256
@@ -75,7 +75,7 @@ def quality(
             raise ConfigError("--output: with several types, {dtype} is needed in the name")
         for name in dtypes:
             check_writable(_result_file(output, kv_dtype(name).name))
-        from kvferry.engine.vllm.quality_measure import Settings
+        from kvferry_plan.quality.measure import Settings
 
         wanted = Settings(
             dtypes=tuple(dict.fromkeys(dtypes)),
@@ -103,7 +103,7 @@ def quality(
 
 
 def _measured(config: ClusterConfig, wanted: Settings, dataset: Dataset, output: Path | None) -> list[str]:
-    from kvferry.engine.vllm.quality_measure import measure
+    from kvferry_plan.quality.measure import measure
 
     verdicts = []
     with _interrupted_by_signals():

@@ -1,4 +1,4 @@
-"""Runs samples and tasks on one engine with one type of KV pages (`python -m kvferry.engine.vllm.quality_run FOLDER`).
+"""Runs samples and tasks on one engine with one type of KV pages (`python -m kvferry_plan.quality.run FOLDER`).
 
 Reads FOLDER/run.json. Writes FOLDER/NUMBER.npy (log-probabilities of the scored positions of a sample, float32) and
 FOLDER/answers.json (token ids of the answers to the tasks); says each step as a line of JSON on stdout. vLLM reads its
@@ -52,7 +52,7 @@ def run(folder: Path, say: Callable[[dict[str, Any]], None]) -> None:
     import numpy as np
     from vllm import LLM, SamplingParams
 
-    from kvferry.engine.vllm.plugins.forced_tokens import FORCED, ForcedTokens
+    from kvferry_plan.quality.forced_tokens import FORCED, ForcedTokens
 
     spec = msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=QualityRun)
     llm = LLM(**_arguments(spec), logits_processors=[ForcedTokens])
