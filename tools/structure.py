@@ -52,11 +52,11 @@ LIMITS = {
     "docstring_words_per_100": 66,
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
-    "files": 379,
+    "files": 377,
     "lines": 58_140,
     "root_modules": 29,
     "most_files_in_a_package": 61,
-    "settings": 242,
+    "settings": 241,
     "files_called": 79,
 }
 _LONG_FUNCTION = 60

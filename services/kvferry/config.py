@@ -550,7 +550,6 @@ class WorkerConfig(_Section):
     """Settings of all workers and of gateways that dial them; keepers use `tls` too."""
 
     host: str = "127.0.0.1"  # address its listeners bind to and register; auto: this node's
-    link: Literal["frames", "grpc"] = "frames"  # what carries requests and steps; Describe is always gRPC
     tls: TlsConfig = TlsConfig()
     max_requests: int = Field(512, ge=1)  # accepted at once; more are refused
     heartbeat_s: float = Field(1.0, gt=0, le=14)  # gateways give up a worker after 15 s of silence

@@ -2,7 +2,7 @@
 
     KvferryError
         ConfigError                  start-up; exit code 2
-        LocalError                   a command on this machine; exit code 1; kinds stand where they are raised
+        LocalError                   exit code 1
         RequestError
             InvalidRequest           400  INVALID_ARGUMENT
                 ContextLengthExceeded

@@ -1,4 +1,4 @@
-"""What a worker owes its gateways over either transport, spoken by hand."""
+"""What a worker owes its gateways, spoken by hand."""
 
 from __future__ import annotations
 
@@ -23,25 +23,17 @@ from kvferry.worker.server import WorkerServer
 from kvferry.worker.turns import OnEngine, Turns
 from kvferry_sim import Faults, SimEngine
 from support.link_peers import (
-    TRANSPORTS,
     Firehose,
     FrameWire,
     Gateway,
     LinkEnded,
     Slow,
-    Transport,
     quiet,
     request,
     serving,
     simulated,
 )
 from support.waiting import PATIENCE_S, SOON_S, until
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> Transport:
-    kind: Transport = request.param
-    return kind
 
 
 @pytest_asyncio.fixture
@@ -57,8 +49,8 @@ async def worker(engine: SimEngine) -> AsyncIterator[WorkerServer]:
 
 
 @pytest_asyncio.fixture
-async def gateway(worker: WorkerServer, transport: Transport) -> AsyncIterator[Gateway]:
-    gateway = Gateway(worker, transport)
+async def gateway(worker: WorkerServer) -> AsyncIterator[Gateway]:
+    gateway = Gateway(worker)
     await gateway.hello()
     try:
         yield gateway
@@ -66,8 +58,8 @@ async def gateway(worker: WorkerServer, transport: Transport) -> AsyncIterator[G
         await gateway.leave()
 
 
-async def test_the_first_message_must_be_hello(worker: WorkerServer, transport: Transport) -> None:
-    gateway = Gateway(worker, transport)
+async def test_the_first_message_must_be_hello(worker: WorkerServer) -> None:
+    gateway = Gateway(worker)
     await gateway.submit(1, request("a"))
     with pytest.raises(LinkEnded):
         await gateway.read()
@@ -76,8 +68,8 @@ async def test_the_first_message_must_be_hello(worker: WorkerServer, transport: 
     await gateway.leave()
 
 
-async def test_a_welcome_describes_the_worker(worker: WorkerServer, engine: SimEngine, transport: Transport) -> None:
-    gateway = Gateway(worker, transport)
+async def test_a_welcome_describes_the_worker(worker: WorkerServer, engine: SimEngine) -> None:
+    gateway = Gateway(worker)
     welcome = await gateway.hello()
     assert (welcome.worker_id, welcome.role, welcome.version) == ("w", "decode", __version__)
     assert welcome.engine_id == engine.info.engine_id
@@ -86,10 +78,8 @@ async def test_a_welcome_describes_the_worker(worker: WorkerServer, engine: SimE
     await gateway.leave()
 
 
-async def test_a_gateway_that_breaks_off_ends_only_its_own_requests(
-    worker: WorkerServer, engine: SimEngine, transport: Transport
-) -> None:
-    stays, leaves = Gateway(worker, transport), Gateway(worker, transport)
+async def test_a_gateway_that_breaks_off_ends_only_its_own_requests(worker: WorkerServer, engine: SimEngine) -> None:
+    stays, leaves = Gateway(worker), Gateway(worker)
     for name, gateway in (("stays", stays), ("leaves", leaves)):
         await gateway.hello()
         for number in (1, 2):
@@ -105,10 +95,8 @@ async def test_a_gateway_that_breaks_off_ends_only_its_own_requests(
     engine.check()
 
 
-async def test_a_gateway_that_half_closes_ends_its_requests(
-    worker: WorkerServer, engine: SimEngine, transport: Transport
-) -> None:
-    gateway = Gateway(worker, transport)
+async def test_a_gateway_that_half_closes_ends_its_requests(worker: WorkerServer, engine: SimEngine) -> None:
+    gateway = Gateway(worker)
     await gateway.hello()
     await gateway.submit(1, request("a", max_tokens=5000))
     await until(lambda: engine.stats().num_running == 1)
@@ -120,7 +108,7 @@ async def test_a_gateway_that_half_closes_ends_its_requests(
 async def test_a_worker_stops_though_a_gateway_has_just_reset_its_connection(
     worker: WorkerServer, engine: SimEngine
 ) -> None:
-    gateway = Gateway(worker, "frames")
+    gateway = Gateway(worker)
     await gateway.hello()
     await gateway.submit(1, request("a", max_tokens=5000))
     await until(lambda: engine.stats().num_running == 1)
@@ -129,42 +117,6 @@ async def test_a_worker_stops_though_a_gateway_has_just_reset_its_connection(
     await gateway.wire.reset()
     await worker.stop(0)
     await until(lambda: quiet(engine) and not worker.num_requests)
-
-
-async def test_a_workers_grpc_server_stops_though_its_frames_cannot(
-    worker: WorkerServer, engine: SimEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gateway = Gateway(worker, "grpc")
-    await gateway.hello()
-    await gateway.submit(1, request("a", max_tokens=5000))
-    await until(lambda: engine.stats().num_running == 1)
-
-    async def fail(grace_s: float) -> None:
-        raise OSError("the connection is in a state that nobody thought of")
-
-    monkeypatch.setattr(worker._frames, "stop", fail)
-    with pytest.raises(OSError, match="nobody thought of"):
-        await worker.stop(0)
-    assert quiet(engine)
-    assert not worker.num_requests
-    monkeypatch.undo()
-    await gateway.leave()
-
-
-async def test_a_worker_has_no_request_left_when_its_grpc_server_has_stopped(
-    worker: WorkerServer, engine: SimEngine
-) -> None:
-    # gRPC may end its calls before their handlers see it; with many links that is likelier.
-    gateways = [Gateway(worker, "grpc") for _ in range(20)]
-    for number, gateway in enumerate(gateways):
-        await gateway.hello()
-        await gateway.submit(1, request(f"r{number}", max_tokens=5000))
-    await until(lambda: worker.num_requests == len(gateways))
-    await worker.stop(0)
-    assert quiet(engine)
-    assert not worker.num_requests
-    for gateway in gateways:
-        await gateway.leave()
 
 
 @pytest.mark.parametrize("repeat", range(5))
@@ -196,10 +148,10 @@ async def test_cancelling_a_request_that_names_pages_elsewhere_releases_them_the
 
 @pytest.mark.parametrize("deadline_s", [None, 0.3])
 async def test_pages_of_a_request_that_leaves_while_it_waits_for_a_slot_are_released(
-    engine: SimEngine, transport: Transport, deadline_s: float | None
+    engine: SimEngine, deadline_s: float | None
 ) -> None:
     async with serving(engine, turns=Turns(1)) as worker, simulated() as prefill:
-        gateway = Gateway(worker, transport)
+        gateway = Gateway(worker)
         await gateway.hello()
         await gateway.submit(1, request("long", max_tokens=50_000, turn=Turn("a", 1.0)))
         await until(lambda: engine.stats().num_running == 1)
@@ -230,9 +182,9 @@ async def test_cancels_of_unknown_and_finished_requests_are_ignored(gateway: Gat
     assert gateway.num_tokens == {1: 5, 2: 5}
 
 
-async def test_more_requests_than_the_limit_are_refused_as_overloaded(engine: SimEngine, transport: Transport) -> None:
+async def test_more_requests_than_the_limit_are_refused_as_overloaded(engine: SimEngine) -> None:
     async with serving(engine, max_requests=2) as worker:
-        gateway = Gateway(worker, transport)
+        gateway = Gateway(worker)
         await gateway.hello()
         engine.faults = Faults(stalled=True)
         for number in (1, 2, 3):
@@ -286,10 +238,10 @@ async def test_a_step_of_many_requests_is_one_message(
     assert gateway.num_messages < num_requests * num_tokens / 10
 
 
-async def test_steps_merge_while_a_gateway_does_not_read(transport: Transport) -> None:
+async def test_steps_merge_while_a_gateway_does_not_read() -> None:
     engine = Firehose("x" * 100)
     async with serving(engine) as worker:
-        gateway = Gateway(worker, transport)
+        gateway = Gateway(worker)
         await gateway.hello()
         await gateway.submit(1, request("a"))
         await until(lambda: engine.num_outputs > 3000)
@@ -305,14 +257,14 @@ async def test_steps_merge_while_a_gateway_does_not_read(transport: Transport) -
 
 
 async def test_a_gateway_that_never_reads_loses_its_requests_and_memory_stays_bounded(
-    monkeypatch: pytest.MonkeyPatch, transport: Transport
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     max_pending_bytes = 1 << 20
     monkeypatch.setattr(outgoing_queue, "MAX_PENDING_BYTES", max_pending_bytes)
     engine = Firehose("x" * 1000)
     engine.open.clear()
     async with serving(engine) as worker:
-        gateway = Gateway(worker, transport)
+        gateway = Gateway(worker)
         await gateway.hello()
         for number in (1, 2):
             await gateway.submit(number, request(f"r{number}"))
@@ -342,11 +294,11 @@ async def test_a_gateway_that_never_reads_loses_its_requests_and_memory_stays_bo
 
 
 async def test_a_gateway_that_asks_and_never_reads_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch, worker: WorkerServer, transport: Transport
+    monkeypatch: pytest.MonkeyPatch, worker: WorkerServer
 ) -> None:
     """Not even the refusals may pile up."""
     monkeypatch.setattr(outgoing_queue, "MAX_PENDING_BYTES", 64 << 10)
-    gateway = Gateway(worker, transport)
+    gateway = Gateway(worker)
     await gateway.hello()
     worker.refuse_new()
     number = 0
@@ -382,10 +334,8 @@ async def test_an_acknowledgement_of_what_was_never_sent_ends_the_link(
     await until(lambda: quiet(engine))
 
 
-async def test_what_cannot_be_read_at_all_ends_its_own_link_only(
-    worker: WorkerServer, gateway: Gateway, transport: Transport
-) -> None:
-    bad = Gateway(worker, transport)
+async def test_what_cannot_be_read_at_all_ends_its_own_link_only(worker: WorkerServer, gateway: Gateway) -> None:
+    bad = Gateway(worker)
     await bad.hello()
     await until(lambda: len(worker.sessions) == 2)
     await bad.wire.send(b"\xff" * 40)
@@ -421,24 +371,22 @@ async def test_residency_comes_in_order_with_the_steps(worker: WorkerServer, gat
     assert (got[1].sequence, got[1].cleared) == (8, True)
 
 
-async def test_a_snapshot_is_asked_for(worker: WorkerServer, transport: Transport) -> None:
+async def test_a_snapshot_is_asked_for(worker: WorkerServer) -> None:
     asked: list[str] = []
     worker.on_snapshot_wanted = lambda session: asked.append(session.gateway_id)
-    gateway = Gateway(worker, transport)
+    gateway = Gateway(worker)
     await gateway.hello()
     await gateway.write(pb.Downward(want_snapshot=pb.WantSnapshot()))
     await until(lambda: asked == ["g"])
     await gateway.leave()
 
 
-async def test_residency_gives_way_to_outputs_when_too_much_waits(
-    monkeypatch: pytest.MonkeyPatch, transport: Transport
-) -> None:
+async def test_residency_gives_way_to_outputs_when_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outgoing_queue, "MAX_PENDING_BYTES", 1 << 20)
     # Short outputs: what waits grows slowly enough to be looked at between two of its limits.
     engine = Firehose("x" * 10)
     async with serving(engine) as worker:
-        gateway = Gateway(worker, transport)
+        gateway = Gateway(worker)
         await gateway.hello()
         (session,) = worker.sessions
         # Nothing is acknowledged: at first the credit goes, then what waits grows.
@@ -452,9 +400,9 @@ async def test_residency_gives_way_to_outputs_when_too_much_waits(
         await gateway.leave()
 
 
-async def test_pages_that_nobody_comes_for_are_released(transport: Transport) -> None:
+async def test_pages_that_nobody_comes_for_are_released() -> None:
     async with simulated() as prefill, serving(prefill) as worker:
-        gateway = Gateway(worker, transport)
+        gateway = Gateway(worker)
         await gateway.hello()
         await gateway.submit(1, request("p", max_tokens=1, keep_for_transfer=True))
         async with asyncio.timeout(SOON_S):
@@ -473,10 +421,10 @@ async def test_pages_that_nobody_comes_for_are_released(transport: Transport) ->
         await gateway.leave()
 
 
-async def test_the_load_is_fresh_soon_after_the_last_step(engine: SimEngine, transport: Transport) -> None:
+async def test_the_load_is_fresh_soon_after_the_last_step(engine: SimEngine) -> None:
     """Also when nothing follows, and long before a heartbeat."""
     async with serving(engine, heartbeat_s=14.0) as worker:
-        gateway = Gateway(worker, transport)
+        gateway = Gateway(worker)
         await gateway.hello()
         await gateway.submit(1, request("a", max_tokens=20))
         seen = []
@@ -489,9 +437,9 @@ async def test_the_load_is_fresh_soon_after_the_last_step(engine: SimEngine, tra
         await gateway.leave()
 
 
-async def test_an_overloaded_worker_says_when_to_come_back(engine: SimEngine, transport: Transport) -> None:
+async def test_an_overloaded_worker_says_when_to_come_back(engine: SimEngine) -> None:
     async with serving(engine, max_requests=1) as worker:
-        gateway = Gateway(worker, transport)
+        gateway = Gateway(worker)
         await gateway.hello()
         for number in range(1, 4):
             await gateway.submit(number, request(f"r{number}"))
@@ -523,9 +471,9 @@ async def test_a_dead_engine_fails_every_request_after_what_it_gave(
 
 @pytest.mark.parametrize("is_resumed", [False, True])
 async def test_a_dead_engine_is_blamed_on_requests_of_any_gateway_that_never_had_an_output(
-    worker: WorkerServer, gateway: Gateway, engine: SimEngine, transport: Transport, is_resumed: bool
+    worker: WorkerServer, gateway: Gateway, engine: SimEngine, is_resumed: bool
 ) -> None:
-    other = Gateway(worker, transport)
+    other = Gateway(worker)
     await other.hello()
     await other.submit(1, request("stream", max_tokens=5000))
     async with asyncio.timeout(SOON_S):
@@ -586,10 +534,10 @@ async def test_a_request_that_ended_without_an_output_is_not_blamed_for_a_later_
     assert not gateway.ended[1].is_blameless
 
 
-async def test_a_blocked_link_that_breaks_ends_its_requests_without_the_garbage_collector(transport: Transport) -> None:
+async def test_a_blocked_link_that_breaks_ends_its_requests_without_the_garbage_collector() -> None:
     engine = Firehose("x" * 10_000)
     async with serving(engine) as worker:
-        gateway = Gateway(worker, transport)
+        gateway = Gateway(worker)
         await gateway.hello()
         await gateway.submit(1, request("a"))
         await until(lambda: engine.num_outputs > 200, what="more is put out than the link takes")
@@ -602,11 +550,11 @@ async def test_a_blocked_link_that_breaks_ends_its_requests_without_the_garbage_
             gc.enable()
 
 
-async def test_letting_go_of_a_request_is_not_cancelled_itself(transport: Transport) -> None:
+async def test_letting_go_of_a_request_is_not_cancelled_itself() -> None:
     """Neither by a cancel and then the end of the link, nor by a stop that lasts longer than its grace."""
     engine = Slow("")
     async with serving(engine) as worker:
-        gateway = Gateway(worker, transport)
+        gateway = Gateway(worker)
         await gateway.hello()
         for number in (1, 2):
             await gateway.submit(number, request(f"r{number}"))
@@ -617,7 +565,7 @@ async def test_letting_go_of_a_request_is_not_cancelled_itself(transport: Transp
         await until(lambda: engine.num_running == 0)
         assert engine.num_let_go == 2
 
-        other = Gateway(worker, transport)
+        other = Gateway(worker)
         await other.hello()
         await other.submit(1, request("r3"))
         await until(lambda: engine.num_running == 1)
@@ -627,9 +575,9 @@ async def test_letting_go_of_a_request_is_not_cancelled_itself(transport: Transp
         await other.leave()
 
 
-async def test_what_is_ready_is_sent_before_the_link_ends(engine: SimEngine, transport: Transport) -> None:
+async def test_what_is_ready_is_sent_before_the_link_ends(engine: SimEngine) -> None:
     async with serving(engine) as worker:
-        gateway = Gateway(worker, transport)
+        gateway = Gateway(worker)
         await gateway.hello()
         engine.faults = Faults(stalled=True)  # until it was seen
         await gateway.submit(1, request("a", max_tokens=3))
@@ -651,9 +599,9 @@ async def test_an_engine_that_dies_fails_its_requests_and_is_seen_dead(
     assert worker.died.is_set()
 
 
-async def test_draining_is_told_at_once(engine: SimEngine, transport: Transport) -> None:
+async def test_draining_is_told_at_once(engine: SimEngine) -> None:
     async with serving(engine, heartbeat_s=14.0) as worker:
-        gateway = Gateway(worker, transport)
+        gateway = Gateway(worker)
         await gateway.hello()
         worker.refuse_new()
         async with asyncio.timeout(SOON_S):

@@ -1,4 +1,4 @@
-"""What a link owes its gateway over either transport, its worker silent, gone, somebody else or talking nonsense."""
+"""What a link owes its gateway its worker silent, gone, somebody else or talking nonsense."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-import grpc
-import msgspec
 import pytest
 import uvloop
 
@@ -16,55 +14,46 @@ from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, Promp
 from kvferry.errors import EngineError, InvalidRequest, WorkerLost
 from kvferry.link import codec, flow_control, worker_link
 from kvferry.link.frames import PREAMBLE, FrameDecoder, encode_frames
-from kvferry.link.grpc_server import SERVICE
 from kvferry.link.remote_request import RemoteRequest
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
 from kvferry_sim import Faults, SimEngine
-from support.link_peers import TRANSPORTS, Firehose, Transport, request, serving, simulated
+from support.link_peers import Firehose, request, serving, simulated
 from support.tcp_relay import TcpRelay
 from support.waiting import SOON_S, until
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> Transport:
-    kind: Transport = request.param
-    return kind
 
 
 class Worker:
     """A sim engine behind a server, and a relay before it."""
 
-    def __init__(self, engine: SimEngine, server: WorkerServer, relay: TcpRelay, transport: Transport) -> None:
+    def __init__(self, engine: SimEngine, server: WorkerServer, relay: TcpRelay) -> None:
         self.engine = engine
         self.server = server
         self.relay = relay
-        self._transport = transport
 
     def member(self, member_id: str = "w") -> Member:
-        return member(self.relay.address, self._transport, member_id)
+        return member(self.relay.address, member_id)
 
 
-def member(address: str, transport: Transport, member_id: str = "w") -> Member:
-    """Registered at `address`, with nothing behind the other transport's."""
+def member(link_address: str, member_id: str = "w") -> Member:
     return Member(
         kind=MemberKind.DECODE,
         member_id=MemberId(member_id),
-        address=address if transport == "grpc" else "127.0.0.1:1",
-        link_address=address if transport == "frames" else "",
+        address="127.0.0.1:1",
+        link_address=link_address,
         model="m",
         version="0",
     )
 
 
 @asynccontextmanager
-async def working(transport: Transport) -> AsyncIterator[Worker]:
+async def working() -> AsyncIterator[Worker]:
     async with simulated() as engine, serving(engine, heartbeat_s=0.1) as server:
-        relay = await TcpRelay(f"127.0.0.1:{server.frame_port if transport == 'frames' else server.port}").start()
+        relay = await TcpRelay(f"127.0.0.1:{server.frame_port}").start()
         try:
-            yield Worker(engine, server, relay, transport)
+            yield Worker(engine, server, relay)
         finally:
             await relay.stop()
 
@@ -97,8 +86,8 @@ async def finish(sent: Sent) -> EngineOutput:
     return last
 
 
-async def test_a_request_over_a_link(transport: Transport) -> None:
-    async with working(transport) as worker, linked(worker.member()) as link:
+async def test_a_request_over_a_link() -> None:
+    async with working() as worker, linked(worker.member()) as link:
         with pytest.raises(WorkerLost, match="not connected"):
             Sent(link, request())
         await until(lambda: link.usable)
@@ -107,9 +96,9 @@ async def test_a_request_over_a_link(transport: Transport) -> None:
         assert link.num_requests == 0
 
 
-async def test_a_silent_worker_is_lost_and_dialled_again(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
+async def test_a_silent_worker_is_lost_and_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_link, "SILENCE_LIMIT_S", 0.5)
-    async with working(transport) as worker, linked(worker.member()) as link:
+    async with working() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
         worker.engine.faults = Faults(stalled=True)
         remote = Sent(link, request())
@@ -126,12 +115,10 @@ async def test_a_silent_worker_is_lost_and_dialled_again(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("how", ["silent", "cut", "silent while draining", "closed here"])
-async def test_a_worker_without_requests_that_goes_away_is_reported(
-    monkeypatch: pytest.MonkeyPatch, transport: Transport, how: str
-) -> None:
+async def test_a_worker_without_requests_that_goes_away_is_reported(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(worker_link, "SILENCE_LIMIT_S", 0.5)
     vanished: list[bool] = []
-    async with working(transport) as worker, linked(worker.member()) as link:
+    async with working() as worker, linked(worker.member()) as link:
         link.on_vanished = lambda: vanished.append(link.usable)
         await until(lambda: link.usable)
         if how == "silent while draining":
@@ -148,9 +135,9 @@ async def test_a_worker_without_requests_that_goes_away_is_reported(
     assert vanished == ([False] if how in ("silent", "cut") else [])
 
 
-async def test_a_worker_is_quiet_before_it_is_lost(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
+async def test_a_worker_is_quiet_before_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_link, "QUIET_S", 0.5)
-    async with working(transport) as worker, linked(worker.member()) as link:
+    async with working() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
         assert not link.is_quiet
         worker.relay.backward.clear()
@@ -160,8 +147,8 @@ async def test_a_worker_is_quiet_before_it_is_lost(monkeypatch: pytest.MonkeyPat
         await until(lambda: not link.is_quiet)
 
 
-async def test_a_stream_that_breaks_ends_every_request_on_it(transport: Transport) -> None:
-    async with working(transport) as worker, linked(worker.member()) as link:
+async def test_a_stream_that_breaks_ends_every_request_on_it() -> None:
+    async with working() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
         remotes = [Sent(link, request(f"r{i}", max_tokens=5000)) for i in range(3)]
         for remote in remotes:
@@ -175,7 +162,7 @@ async def test_a_stream_that_breaks_ends_every_request_on_it(transport: Transpor
 
 
 async def test_another_worker_at_the_address_is_refused_and_not_dialled_in_a_spin(
-    monkeypatch: pytest.MonkeyPatch, transport: Transport
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses_s: list[float] = []
     real_sleep = asyncio.sleep
@@ -184,7 +171,7 @@ async def test_another_worker_at_the_address_is_refused_and_not_dialled_in_a_spi
         pauses_s.append(delay_s)
         await real_sleep(0.001)
 
-    async with working(transport) as worker:
+    async with working() as worker:
         monkeypatch.setattr(worker_link, "asyncio", _AsyncioWith(sleep))
         changes: list[None] = []
         link = WorkerLink(worker.member("somebody-else"), "g", lambda: changes.append(None))
@@ -214,7 +201,7 @@ Answer = Callable[[int], list[pb.Upward]]
 
 
 @asynccontextmanager
-async def answering(transport: Transport, answer: Answer) -> AsyncIterator[str]:
+async def answering(answer: Answer) -> AsyncIterator[str]:
     """A worker that says `answer(n)` on its n-th link, whatever it is asked. Its address."""
     num_links = 0
 
@@ -222,13 +209,6 @@ async def answering(transport: Transport, answer: Answer) -> AsyncIterator[str]:
         nonlocal num_links
         num_links += 1
         return [message.SerializeToString() for message in answer(num_links)]
-
-    async def attach(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        await anext(aiter(messages))
-        for payload in payloads():
-            await context.write(payload)
-        async for _ in messages:
-            pass
 
     class Answering(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -245,20 +225,11 @@ async def answering(transport: Transport, answer: Answer) -> AsyncIterator[str]:
         def connection_lost(self, error: Exception | None) -> None:
             open_transports.discard(self.transport)
 
-    if transport == "frames":
-        open_transports: set[asyncio.Transport] = set()
-        listener = await asyncio.get_running_loop().create_server(Answering, "127.0.0.1", 0)
-        yield f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        listener.close()
-        await until(lambda: not open_transports, what="its gateways are gone")
-    else:
-        server = grpc.aio.server()
-        handlers = {"Attach": grpc.stream_stream_rpc_method_handler(attach)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        yield f"127.0.0.1:{port}"
-        await server.stop(0)
+    open_transports: set[asyncio.Transport] = set()
+    listener = await asyncio.get_running_loop().create_server(Answering, "127.0.0.1", 0)
+    yield f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    listener.close()
+    await until(lambda: not open_transports, what="its gateways are gone")
 
 
 WELCOME = pb.Upward(welcome=pb.Welcome(worker_id="w"))
@@ -271,7 +242,7 @@ WELCOME = pb.Upward(welcome=pb.Welcome(worker_id="w"))
         WELCOME,  # once more
     ],
 )
-async def test_a_message_that_cannot_be_read_does_not_end_the_link(transport: Transport, nonsense: pb.Upward) -> None:
+async def test_a_message_that_cannot_be_read_does_not_end_the_link(nonsense: pb.Upward) -> None:
     """The connection is given up, and the next one works."""
     links: list[int] = []
 
@@ -279,17 +250,17 @@ async def test_a_message_that_cannot_be_read_does_not_end_the_link(transport: Tr
         links.append(number)
         return [WELCOME, nonsense] if number == 1 else [WELCOME]
 
-    async with answering(transport, answer) as address, linked(member(address, transport)) as link:
+    async with answering(answer) as address, linked(member(address)) as link:
         await until(lambda: links == [1, 2] and link.usable, what="the link dialled again")
         assert link.generation == 2
 
 
-async def test_a_kind_of_message_that_is_not_known_here_is_left_out(transport: Transport) -> None:
+async def test_a_kind_of_message_that_is_not_known_here_is_left_out() -> None:
     """A worker of a later release may send it."""
     residency = pb.Upward(residency=pb.Residency(sequence=3, snapshot=True))
     async with (
-        answering(transport, lambda _: [WELCOME, pb.Upward(), residency]) as address,
-        linked(member(address, transport)) as link,
+        answering(lambda _: [WELCOME, pb.Upward(), residency]) as address,
+        linked(member(address)) as link,
     ):
         heard: list[pb.Residency] = []
         link.on_residency = heard.append
@@ -297,17 +268,17 @@ async def test_a_kind_of_message_that_is_not_known_here_is_left_out(transport: T
         assert (heard[0].sequence, link.generation, link.usable) == (3, 1, True)
 
 
-async def test_what_comes_before_the_welcome_is_not_taken(transport: Transport) -> None:
+async def test_what_comes_before_the_welcome_is_not_taken() -> None:
     def answer(number: int) -> list[pb.Upward]:
         return [WELCOME] if number == 2 else [pb.Upward(step=pb.Step()), WELCOME]
 
-    async with answering(transport, answer) as address, linked(member(address, transport)) as link:
+    async with answering(answer) as address, linked(member(address)) as link:
         await until(lambda: link.usable)
         assert link.generation == 1
 
 
-async def test_residency_is_passed_on_and_a_snapshot_asked_for(transport: Transport) -> None:
-    async with working(transport) as worker, linked(worker.member()) as link:
+async def test_residency_is_passed_on_and_a_snapshot_asked_for() -> None:
+    async with working() as worker, linked(worker.member()) as link:
         heard: list[pb.Residency] = []
         link.on_residency = heard.append
         worker.server.on_snapshot_wanted = lambda gateway_session: gateway_session.send_residency(
@@ -320,8 +291,8 @@ async def test_residency_is_passed_on_and_a_snapshot_asked_for(transport: Transp
         assert (heard[0].sequence, heard[0].snapshot) == (3, True)
 
 
-async def test_what_a_prefill_engine_keeps_is_released_over_its_link(transport: Transport) -> None:
-    async with working(transport) as worker, linked(worker.member()) as link:
+async def test_what_a_prefill_engine_keeps_is_released_over_its_link() -> None:
+    async with working() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
         last = await finish(Sent(link, request("a", max_tokens=1, keep_for_transfer=True)))
         assert worker.engine.num_offers == 1
@@ -331,30 +302,27 @@ async def test_what_a_prefill_engine_keeps_is_released_over_its_link(transport: 
         worker.engine.check()
 
 
-async def test_a_gateway_that_reads_never_runs_out_of_credit(transport: Transport) -> None:
+async def test_a_gateway_that_reads_never_runs_out_of_credit() -> None:
     """Many times the credit, in steps and in bytes, faster than engines are.
 
-    Not as fast as the loop turns: gRPC reads in a thread of its own, which a busy machine may hold up for longer than
-    the worker's memory for unread outputs lasts at that rate.
+    Not as fast as the loop turns: the gateway, in the same loop, has to read meanwhile.
     """
     engine = Firehose("x" * 2000, pause_s=0.0005)
-    async with serving(engine) as server:
-        port = server.frame_port if transport == "frames" else server.port
-        async with linked(member(f"127.0.0.1:{port}", transport)) as link:
-            await until(lambda: link.usable)
-            sent = Sent(link, request())
-            num_wanted = 4 * flow_control.MAX_UNREAD_BYTES // 2000
-            await until(lambda: len(sent.outputs) > num_wanted)
-            assert sum(len(output.token_ids) for output in sent.outputs) == len(sent.outputs)
-            sent.cancel()
-            await until(lambda: engine.num_running == 0)
+    async with serving(engine) as server, linked(member(f"127.0.0.1:{server.frame_port}")) as link:
+        await until(lambda: link.usable)
+        sent = Sent(link, request())
+        num_wanted = 4 * flow_control.MAX_UNREAD_BYTES // 2000
+        await until(lambda: len(sent.outputs) > num_wanted)
+        assert sum(len(output.token_ids) for output in sent.outputs) == len(sent.outputs)
+        sent.cancel()
+        await until(lambda: engine.num_running == 0)
 
 
-async def test_an_idle_link_is_kept(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
+async def test_an_idle_link_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway speaks of itself, or the worker would take it for lost."""
     assert flow_control.ACK_EVERY_S <= flow_control.SILENCE_LIMIT_S / 2
     monkeypatch.setattr(worker_link, "ACK_EVERY_S", 0.05)
-    async with working(transport) as worker, linked(worker.member()) as link:
+    async with working() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
         (session,) = worker.server.sessions
         for _ in range(3):
@@ -364,23 +332,14 @@ async def test_an_idle_link_is_kept(monkeypatch: pytest.MonkeyPatch, transport: 
         assert link.usable
 
 
-async def test_a_member_without_a_link_address_is_dialled_over_grpc() -> None:
-    async with simulated() as engine, serving(engine) as server:
-        plain = member(f"127.0.0.1:{server.port}", "grpc")
-        both = msgspec.structs.replace(plain, link_address=f"127.0.0.1:{server.frame_port}")
-        for at, config, kind in (
-            (plain, WorkerConfig(link="frames"), "Grpc"),
-            (both, WorkerConfig(link="frames"), "Frame"),
-            (both, WorkerConfig(link="grpc"), "Grpc"),
-        ):
-            async with linked(at, config) as link:
-                await until(lambda: link.usable)
-                assert type(link._connection).__name__ == f"{kind}Connection"
-                assert (await finish(Sent(link, request()))).finish_reason is FinishReason.LENGTH
+async def test_a_member_without_a_link_address_is_no_worker_of_this_gateway() -> None:
+    async with linked(member("")) as link:
+        await until(lambda: link._why_not == "it accepts no links as frames")
+        assert not link.usable
 
 
-async def test_a_request_that_cannot_be_written_leaves_nothing_behind(transport: Transport) -> None:
-    async with working(transport) as worker, linked(worker.member()) as link:
+async def test_a_request_that_cannot_be_written_leaves_nothing_behind() -> None:
+    async with working() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
         with pytest.raises(ValueError):
             Sent(link, EngineRequest(RequestId("r"), [2**40], Sampling(max_tokens=1)))
@@ -389,9 +348,9 @@ async def test_a_request_that_cannot_be_written_leaves_nothing_behind(transport:
 
 
 async def test_a_request_over_the_limit_of_a_message_is_refused_before_it_is_sent(
-    monkeypatch: pytest.MonkeyPatch, transport: Transport
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with working(transport) as worker, linked(worker.member()) as link:
+    async with working() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
         size = len(codec.submit_to_wire(1, request()).SerializeToString())
         monkeypatch.setattr(worker_link, "MAX_FRAME_BYTES", size)
@@ -405,8 +364,8 @@ async def test_a_request_over_the_limit_of_a_message_is_refused_before_it_is_sen
         assert link.connected
 
 
-async def test_cancel_may_be_repeated_and_ends_the_outputs(transport: Transport) -> None:
-    async with working(transport) as worker, linked(worker.member()) as link:
+async def test_cancel_may_be_repeated_and_ends_the_outputs() -> None:
+    async with working() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
         remote = Sent(link, request(max_tokens=5000))
         await remote.begin()
@@ -418,8 +377,8 @@ async def test_cancel_may_be_repeated_and_ends_the_outputs(transport: Transport)
         assert len(remote.outputs) == num_outputs  # what the worker sent meanwhile had no reader
 
 
-async def test_a_reader_that_fails_ends_its_own_request_only(transport: Transport) -> None:
-    async with working(transport) as worker, linked(worker.member()) as link:
+async def test_a_reader_that_fails_ends_its_own_request_only() -> None:
+    async with working() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
 
         def fail(output: EngineOutput) -> None:
@@ -434,8 +393,8 @@ async def test_a_reader_that_fails_ends_its_own_request_only(transport: Transpor
         await until(lambda: worker.engine.stats().num_running == 0, what="the worker was told")
 
 
-async def test_the_end_that_crossed_its_cancel_goes_to_whoever_releases_it(transport: Transport) -> None:
-    async with working(transport) as worker, linked(worker.member()) as link:
+async def test_the_end_that_crossed_its_cancel_goes_to_whoever_releases_it() -> None:
+    async with working() as worker, linked(worker.member()) as link:
         await until(lambda: link.usable)
         orphans: list[EngineOutput] = []
 
@@ -469,8 +428,8 @@ async def test_the_end_that_crossed_its_cancel_goes_to_whoever_releases_it(trans
         assert len(orphans) == 2
 
 
-async def test_close_ends_requests_and_returns_while_messages_come(transport: Transport) -> None:
-    async with working(transport) as worker:
+async def test_close_ends_requests_and_returns_while_messages_come() -> None:
+    async with working() as worker:
         link = WorkerLink(worker.member(), "g", lambda: None)
         await until(lambda: link.usable)
         remote = Sent(link, request(max_tokens=5000))
@@ -482,11 +441,11 @@ async def test_close_ends_requests_and_returns_while_messages_come(transport: Tr
         await until(lambda: worker.engine.stats().num_running == 0)
 
 
-def test_a_link_on_uvloop(transport: Transport) -> None:
+def test_a_link_on_uvloop() -> None:
     """Which gateways run on; its transports are asyncio's by behaviour only."""
 
     async def one_request() -> None:
-        async with working(transport) as worker, linked(worker.member()) as link:
+        async with working() as worker, linked(worker.member()) as link:
             await until(lambda: link.usable)
             assert (await finish(Sent(link, request()))).finish_reason is FinishReason.LENGTH
 

@@ -1,4 +1,4 @@
-"""Mutual TLS on both transports: who may link, and who is believed to be a worker."""
+"""Mutual TLS: who may link, and who is believed to be a worker."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ from kvferry.config import TlsConfig, WorkerConfig
 from kvferry.engine.base import EngineOutput, FinishReason
 from kvferry.link.worker_link import WorkerLink
 from kvferry.worker.server import WorkerServer
-from support.link_peers import TRANSPORTS, Transport, member_of, request, serving, simulated
+from support.link_peers import member_of, request, serving, simulated
 from support.waiting import SOON_S, until
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> Transport:
-    kind: Transport = request.param
-    return kind
 
 
 @dataclass
@@ -45,13 +39,13 @@ def files(tmp_path: Path) -> Files:
     )
 
 
-def link_to(worker: WorkerServer, transport: Transport, tls: TlsConfig) -> WorkerLink:
-    return WorkerLink(member_of(worker), "g", lambda: None, WorkerConfig(link=transport, tls=tls))
+def link_to(worker: WorkerServer, tls: TlsConfig) -> WorkerLink:
+    return WorkerLink(member_of(worker), "g", lambda: None, WorkerConfig(tls=tls))
 
 
-async def test_a_request_over_mutual_tls(files: Files, transport: Transport) -> None:
+async def test_a_request_over_mutual_tls(files: Files) -> None:
     async with simulated() as engine, serving(engine, tls=files.ours) as worker:
-        link = link_to(worker, transport, files.ours)
+        link = link_to(worker, files.ours)
         try:
             await until(lambda: link.usable)
             outputs: list[EngineOutput] = []
@@ -65,9 +59,7 @@ async def test_a_request_over_mutual_tls(files: Files, transport: Transport) -> 
 
 
 @pytest.mark.parametrize("shown", ["nothing", "theirs", "mixed", "expired", "wrong name"])
-async def test_who_does_not_belong_is_not_linked(
-    files: Files, transport: Transport, shown: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_who_does_not_belong_is_not_linked(files: Files, shown: str, caplog: pytest.LogCaptureFixture) -> None:
     tls = {
         "nothing": TlsConfig(),
         "theirs": files.theirs,
@@ -77,7 +69,7 @@ async def test_who_does_not_belong_is_not_linked(
     }[shown]
     async with simulated() as engine, serving(engine, tls=files.ours) as worker:
         with caplog.at_level(logging.DEBUG, logger="kvferry.link.worker_link"):
-            link = link_to(worker, transport, tls)
+            link = link_to(worker, tls)
             try:
                 # Dialled and refused, more than once.
                 await until(lambda: caplog.text.count("no link to worker w yet") >= 2)
@@ -87,18 +79,18 @@ async def test_who_does_not_belong_is_not_linked(
                 await link.close()
 
 
-async def test_a_name_that_the_certificate_carries_will_do(files: Files, transport: Transport) -> None:
+async def test_a_name_that_the_certificate_carries_will_do(files: Files) -> None:
     async with simulated() as engine, serving(engine, tls=files.ours) as worker:
-        link = link_to(worker, transport, files.ours.model_copy(update={"server_name": "localhost"}))
+        link = link_to(worker, files.ours.model_copy(update={"server_name": "localhost"}))
         try:
             await until(lambda: link.usable)
         finally:
             await link.close()
 
 
-async def test_a_worker_without_tls_is_not_believed(files: Files, transport: Transport) -> None:
+async def test_a_worker_without_tls_is_not_believed(files: Files) -> None:
     async with simulated() as engine, serving(engine) as worker:
-        link = link_to(worker, transport, files.ours)
+        link = link_to(worker, files.ours)
         try:
             await until(lambda: bool(link._why_not), what="the dial came to nothing")
             assert not link.connected

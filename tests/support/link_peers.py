@@ -1,4 +1,4 @@
-"""Gateways spoken by hand, over either transport of a link, and engines that push a link to its limits."""
+"""Gateways spoken by hand, over frames, and engines that push a link to its limits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Literal, Protocol
-
-import grpc
+from typing import Any
 
 from kvferry import __version__
 from kvferry.engine.base import (
@@ -25,15 +23,11 @@ from kvferry.engine.base import (
 from kvferry.link import codec
 from kvferry.link.flow_control import AckCounter
 from kvferry.link.frames import PREAMBLE, encode_frames
-from kvferry.link.grpc_server import CHANNEL_OPTIONS, SERVICE
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
 from kvferry_sim import SimEngine
 from kvferry_sim.settings import SimConfig
-
-Transport = Literal["frames", "grpc"]
-TRANSPORTS: tuple[Transport, ...] = ("frames", "grpc")
 
 SIM = SimConfig(step_ms=1.0, prefill_tokens_per_s=200_000.0, transfer_lease_s=60.0)
 
@@ -83,42 +77,6 @@ def quiet(engine: SimEngine) -> bool:
 
 class LinkEnded(Exception):
     """The worker ended the link; `args[0]` says how the transport put it."""
-
-
-class Wire(Protocol):
-    """Payloads both ways. What is not read stays with the transport, which has little room."""
-
-    async def send(self, payload: bytes) -> None: ...
-    async def receive(self) -> bytes: ...
-    async def half_close(self) -> None: ...
-    async def leave(self) -> None: ...
-
-
-class GrpcWire:
-    def __init__(self, worker: WorkerServer) -> None:
-        small_window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_536))
-        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{worker.port}", options=(*CHANNEL_OPTIONS, *small_window))
-        self.call: Any = self._channel.stream_stream(f"/{SERVICE}/Attach")()
-
-    async def send(self, payload: bytes) -> None:
-        await self.call.write(payload)
-
-    async def receive(self) -> bytes:
-        try:
-            payload = await self.call.read()
-        except grpc.aio.AioRpcError as error:
-            raise LinkEnded(f"{error.code().name}: {error.details()}") from None
-        if payload is grpc.aio.EOF:
-            raise LinkEnded("EOF")
-        assert isinstance(payload, bytes)
-        return payload
-
-    async def half_close(self) -> None:
-        await self.call.done_writing()
-
-    async def leave(self) -> None:
-        self.call.cancel()
-        await self._channel.close()
 
 
 class FrameWire:
@@ -173,8 +131,8 @@ class FrameWire:
 class Gateway:
     """One end of a link. It acknowledges what it reads, and reads only when told to."""
 
-    def __init__(self, worker: WorkerServer, transport: Transport) -> None:
-        self.wire: Wire = FrameWire(worker) if transport == "frames" else GrpcWire(worker)
+    def __init__(self, worker: WorkerServer) -> None:
+        self.wire = FrameWire(worker)
         self.num_messages = 0
         self.num_tokens: dict[int, int] = {}
         self.ended: dict[int, Any] = {}

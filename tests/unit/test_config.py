@@ -362,11 +362,6 @@ def test_tls_files_go_together() -> None:
     assert "server_name" in fault(worker={"tls": {"server_name": "x"}})
 
 
-def test_the_link_is_one_of_two() -> None:
-    assert parse({}).worker.link == "frames"
-    assert "worker.link" in fault(worker={"link": "quic"})
-
-
 def test_an_unknown_tls_key_is_named() -> None:
     assert "server_name" in fault(worker={"tls": {"servername": "x"}})
 

@@ -14,7 +14,10 @@ from kvferry.link.frames import PREAMBLE, FrameDecoder, FrameError, FrameProtoco
 
 
 class FrameConnection(FrameProtocol):
+    """`ended` is done at the end, with a reason that follows 'worker X was lost:'."""
+
     def __init__(self, receive: Callable[[bytes], None]) -> None:
+        """`receive` is called with each serialized Upward message, in the event loop, in order. It must not raise."""
         super().__init__(FrameDecoder())
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = loop.create_future()
@@ -26,6 +29,8 @@ class FrameConnection(FrameProtocol):
     @staticmethod
     async def dial(address: str, tls: TlsConfig, receive: Callable[[bytes], None]) -> FrameConnection:
         """Raises OSError without an answer or TLS handshake, ConfigError for unusable TLS files."""
+        if not address:
+            raise OSError("it accepts no links as frames")
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         context = mutual_tls.client_context(tls) if tls.enabled else None

@@ -13,8 +13,8 @@ from kvferry.config import WorkerConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TransferParams, Turn, features_bytes
 from kvferry.errors import InvalidRequest, KvferryError, Overloaded, TenantOverloaded, WorkerLost
 from kvferry.link import codec
-from kvferry.link.connection import Connection, dial
 from kvferry.link.flow_control import ACK_EVERY_S, QUIET_S, SILENCE_LIMIT_S, AckCounter
+from kvferry.link.frame_connection import FrameConnection
 from kvferry.link.frames import MAX_FRAME_BYTES
 from kvferry.link.gateway_identity import GatewayIdentity
 from kvferry.link.protocol import RESERVE, adapters_of, identity_of, why_incompatible, why_refused
@@ -87,7 +87,7 @@ class WorkerLink:
         self._requests: dict[int, RemoteRequest] = {}
         self._number_to_on_orphan: dict[int, OnOrphan] = {}  # cancelled here; the worker has not yet reported their end
         self._next_number = 1
-        self._connection: Connection | None = None
+        self._connection: FrameConnection | None = None
         self._ack_counter = AckCounter()
         self._heard_s = 0.0
         self._fault = self._why_not = ""  # why this link gives up its connection, and why the last dial failed
@@ -218,7 +218,7 @@ class WorkerLink:
         self._heard_s = self._loop.time()
         try:
             async with asyncio.timeout(SILENCE_LIMIT_S):
-                connection = await dial(self.member, self._worker, self._receive)
+                connection = await FrameConnection.dial(self.member.link_address, self._worker.tls, self._receive)
         except TimeoutError:
             self._not_attached(f"it was silent for {SILENCE_LIMIT_S:g} s")
             return False
@@ -255,7 +255,7 @@ class WorkerLink:
         log.log(level, "no link to worker %s yet: %s", self.member.member_id, reason)
         self._why_not = reason
 
-    async def _until_ended(self, connection: Connection) -> str:
+    async def _until_ended(self, connection: FrameConnection) -> str:
         given_up = asyncio.create_task(self._given_up.wait())
         acked_s = self._loop.time()
         try:

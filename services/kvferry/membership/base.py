@@ -31,7 +31,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     kind: MemberKind
     member_id: MemberId  # fresh on every start of the process
     address: str  # host:port of its gRPC server (workers, keepers) or HTTP listener (gateways)
-    link_address: str = ""  # host:port where a worker accepts links as frames; empty: only over gRPC
+    link_address: str = ""  # host:port where a worker accepts links; empty for other members
     model: str
     version: str
     node: str = ""

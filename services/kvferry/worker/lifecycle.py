@@ -107,7 +107,6 @@ class WorkerHost:
             host=config.worker.host,
             max_requests=config.worker.max_requests,
             heartbeat_s=config.worker.heartbeat_s,
-            frames=config.worker.link == "frames",
             tls=config.worker.tls,
             turns=build_turns(config, kind, pool),
             pool=self._pool,
@@ -124,12 +123,12 @@ class WorkerHost:
     @property
     def member(self) -> Member:
         info = self._engine.info
-        host, frame_port = self._config.worker.host, self.server.frame_port
+        host = self._config.worker.host
         return Member(
             kind=self._kind,
             member_id=self.worker_id,
             address=join_host_port(host, self.server.port),
-            link_address=join_host_port(host, frame_port) if frame_port else "",
+            link_address=join_host_port(host, self.server.frame_port),
             model=info.model,
             version=__version__,
             node=socket.gethostname(),

@@ -43,7 +43,7 @@ _AT_ONCE = contextlib.nullcontext(OnEngine())
 
 
 class WorkerServer:
-    """Listens on `port` (gRPC) and, with `frames`, on `frame_port`; with `tls`, gateways need certificates.
+    """Listens on `port` (gRPC, for tools) and on `frame_port` (links); with `tls`, clients need certificates.
 
     A gateway that asks for all held pages causes `on_snapshot_wanted`.
     """
@@ -57,7 +57,6 @@ class WorkerServer:
         host: str,
         max_requests: int,
         heartbeat_s: float,
-        frames: bool = True,
         tls: TlsConfig | None = None,
         identity: Identity | None = None,
         turns: Turns | None = None,
@@ -80,8 +79,8 @@ class WorkerServer:
         self._max_requests = max_requests
         self._heartbeat_s = heartbeat_s
         self._tls = tls if tls is not None and tls.enabled else None
-        self._grpc = GrpcServer(self.attach, self.detach, self.welcome)
-        self._frames = FrameServer(self.attach, self.detach) if frames else None
+        self._grpc = GrpcServer(self.welcome)
+        self._frames = FrameServer(self.attach, self.detach)
         self._sessions: set[GatewaySession] = set()
         self._ending = TaskSet()
         self._idle = asyncio.Event()
@@ -113,8 +112,8 @@ class WorkerServer:
 
     @property
     def frame_port(self) -> int:
-        """0 without frames, and before `start`."""
-        return self._frames.port if self._frames is not None else 0
+        """0 before `start`."""
+        return self._frames.port
 
     @property
     def num_requests(self) -> int:
@@ -138,10 +137,7 @@ class WorkerServer:
     async def start(self) -> None:
         """Raises ConfigError for unusable TLS files."""
         await self._grpc.start(self._host, mutual_tls.server_credentials(self._tls) if self._tls is not None else None)
-        if self._frames is not None:
-            await self._frames.start(
-                self._host, mutual_tls.server_context(self._tls) if self._tls is not None else None
-            )
+        await self._frames.start(self._host, mutual_tls.server_context(self._tls) if self._tls is not None else None)
 
     def refuse_new(self) -> None:
         """Also notifies every gateway."""
@@ -163,8 +159,7 @@ class WorkerServer:
         """Idempotent."""
         # Each stops whatever happens to the other: a gRPC server that is left would outlive its event loop.
         try:
-            if self._frames is not None:
-                await self._frames.stop(grace_s)
+            await self._frames.stop(grace_s)
         finally:
             try:
                 await self._grpc.stop(grace_s)

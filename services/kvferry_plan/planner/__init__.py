@@ -1,1 +1,1 @@
-"""Plans deployments: how many GPUs of which kind, split how, and what binds. Pure, beside its own data files."""
+"""Pure, but for its data files."""

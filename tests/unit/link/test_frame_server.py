@@ -55,7 +55,7 @@ async def answer_to(worker: WorkerServer, data: bytes) -> bytes:
 async def test_a_stranger_is_refused_with_a_line_and_nothing_else(
     worker: WorkerServer, caplog: pytest.LogCaptureFixture, data: bytes, reason: str
 ) -> None:
-    gateway = Gateway(worker, "frames")
+    gateway = Gateway(worker)
     await gateway.hello()
     with caplog.at_level(logging.WARNING):
         assert await answer_to(worker, data) == b""
@@ -79,7 +79,7 @@ async def test_a_frame_over_the_limit_ends_the_link(
     monkeypatch: pytest.MonkeyPatch, worker: WorkerServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(frame_server, "MAX_FRAME_BYTES", 10_000)
-    gateway = Gateway(worker, "frames")
+    gateway = Gateway(worker)
     await gateway.hello()
     await gateway.submit(1, request("a", num_prompt=20_000))
     await until(lambda: not worker.sessions)
@@ -88,7 +88,7 @@ async def test_a_frame_over_the_limit_ends_the_link(
 
 
 async def test_no_step_waits_for_an_acknowledgement(worker: WorkerServer) -> None:
-    gateway = Gateway(worker, "frames")
+    gateway = Gateway(worker)
     await gateway.hello()
     assert worker._frames is not None
     (connection,) = worker._frames._connections
@@ -115,7 +115,7 @@ async def test_hello_may_come_with_what_follows_it(worker: WorkerServer) -> None
 async def test_a_release_that_cannot_be_read_costs_a_line(
     worker: WorkerServer, caplog: pytest.LogCaptureFixture, params: bytes
 ) -> None:
-    gateway = Gateway(worker, "frames")
+    gateway = Gateway(worker)
     await gateway.hello()
     await gateway.write(pb.Downward(release=pb.Release(transfer_params=params)))
     await gateway.submit(1, request("a"))

@@ -155,15 +155,3 @@ async def test_a_worker_registers_its_pod(host: WorkerHost, monkeypatch: pytest.
     assert host.member.pod_uid == "1f0c9a2e"
     monkeypatch.delenv("KVFERRY_POD_UID")
     assert host.member.pod_uid == ""
-
-
-async def test_a_worker_for_grpc_only_offers_no_frames(registry: MemoryRegistry) -> None:
-    config = configuration.parse({"model": {"path": "m"}, "engine": {"kind": "sim"}, "worker": {"link": "grpc"}})
-    engine = build_engine(config, MemberKind.DECODE, "m")
-    host = WorkerHost(config, MemberKind.DECODE, engine, MemoryMembership(registry))
-    await host.start()
-    try:
-        assert host.member.link_address == ""
-        assert host.member.address == f"127.0.0.1:{host.server.port}"
-    finally:
-        await host.stop()

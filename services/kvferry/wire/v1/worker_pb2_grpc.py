@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class WorkerStub:
     """A worker hosts one engine. Each gateway keeps one link to each worker: Downward one way, Upward the other, over
-    length-prefixed frames on TCP (link/frames.py) or over Attach.
+    length-prefixed frames on TCP (link/frames.py): requests and cancels go down, one message per engine step comes up for
+    all requests of the link. When it breaks, for whatever reason, the worker aborts every request that came over it.
     """
 
     def __init__(self, channel):
@@ -36,11 +37,6 @@ class WorkerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Attach = channel.stream_stream(
-                '/kvferry.wire.v1.Worker/Attach',
-                request_serializer=kvferry_dot_wire_dot_v1_dot_worker__pb2.Downward.SerializeToString,
-                response_deserializer=kvferry_dot_wire_dot_v1_dot_worker__pb2.Upward.FromString,
-                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/kvferry.wire.v1.Worker/Describe',
                 request_serializer=kvferry_dot_wire_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
@@ -50,16 +46,9 @@ class WorkerStub:
 
 class WorkerServicer:
     """A worker hosts one engine. Each gateway keeps one link to each worker: Downward one way, Upward the other, over
-    length-prefixed frames on TCP (link/frames.py) or over Attach.
+    length-prefixed frames on TCP (link/frames.py): requests and cancels go down, one message per engine step comes up for
+    all requests of the link. When it breaks, for whatever reason, the worker aborts every request that came over it.
     """
-
-    def Attach(self, request_iterator, context):
-        """The only data path: requests and cancels go down, one message per engine step comes up for all requests of the link.
-        When the link breaks, for whatever reason, the worker aborts every request that came over it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
         """What this worker is and how loaded, for tools; takes no part in serving.
@@ -71,11 +60,6 @@ class WorkerServicer:
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Attach': grpc.stream_stream_rpc_method_handler(
-                    servicer.Attach,
-                    request_deserializer=kvferry_dot_wire_dot_v1_dot_worker__pb2.Downward.FromString,
-                    response_serializer=kvferry_dot_wire_dot_v1_dot_worker__pb2.Upward.SerializeToString,
-            ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
                     request_deserializer=kvferry_dot_wire_dot_v1_dot_worker__pb2.DescribeRequest.FromString,
@@ -91,35 +75,9 @@ def add_WorkerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Worker:
     """A worker hosts one engine. Each gateway keeps one link to each worker: Downward one way, Upward the other, over
-    length-prefixed frames on TCP (link/frames.py) or over Attach.
+    length-prefixed frames on TCP (link/frames.py): requests and cancels go down, one message per engine step comes up for
+    all requests of the link. When it breaks, for whatever reason, the worker aborts every request that came over it.
     """
-
-    @staticmethod
-    def Attach(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/kvferry.wire.v1.Worker/Attach',
-            kvferry_dot_wire_dot_v1_dot_worker__pb2.Downward.SerializeToString,
-            kvferry_dot_wire_dot_v1_dot_worker__pb2.Upward.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Describe(request,
