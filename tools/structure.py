@@ -5,7 +5,6 @@
     make structure ARGS="--json"    one JSON object, and nothing else
 
 Generated code is left out. `files` and lines are of the core's wheel; the limits hold for its satellites too.
-`docstring_words_per_100` is words in docstrings per 100 lines of other code.
 
 The files of a request are those that a reader opens to follow one: the files that hand it on, and the files in which it
 changes its form. The first are measured: streamed chats are sent through a simulated cluster in this process (one
@@ -49,11 +48,11 @@ LIMITS = {
     "functions_over_60": 0,
     "largest_class": 400,
     "readme_words": 900,
-    "docstring_words_per_100": 66,
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
     "files": 377,
-    "lines": 58_140,
+    "lines": 57_390,
+    "docstring_words": 34_775,  # a share of the lines would rise where code goes
     "root_modules": 29,
     "most_files_in_a_package": 61,
     "settings": 241,
@@ -258,7 +257,7 @@ def figures(sizes: Sizes, core: Sizes, passage: Passage) -> dict[str, Any]:
         "functions": sizes.num_functions,
         "functions_over_60": sum(lines > _LONG_FUNCTION for lines, _ in sizes.functions),
         "largest_class": sizes.classes[0][0],
-        "docstring_words_per_100": round(100 * sizes.docstring_words / sizes.code_lines),
+        "docstring_words": sizes.docstring_words,
         "comment_words_per_100": round(100 * sizes.comment_words / sizes.code_lines),
         "readme_words": len(re.findall(r"\S+", readme)),
         "files_of_a_request": len(passage.files()),

@@ -138,6 +138,9 @@ BREAKER_STATES = ("closed", "open", "half_open")
 DIRECTIONS = ("read", "write")
 JOBS = ("load", "store")
 
+COUNTER, GAUGE, HISTOGRAM, SUMMARY = Kind
+GATEWAY, WORKER, KEEPER = Exporter
+
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _WHOLE_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -163,396 +166,210 @@ _OUTCOME = Label(
     "; ".join(f"`{value}`: {meaning}" for value, meaning in _PAGE_OUTCOME_TO_MEANING.items()),
     PAGE_OUTCOMES,
 )
-
-
-def _spans(exporter: Exporter, prefix: str) -> Metric:
-    return Metric(
-        f"kvferry_{prefix}trace_spans_total",
-        Kind.COUNTER,
-        "spans",
-        exporter,
-        "Trace spans, by outcome.",
-        (_SPAN_OUTCOME,),
-    )
-
-
-# Gateways: requests
-
-REQUESTS = Metric(
-    "kvferry_requests_total",
-    Kind.COUNTER,
-    "requests",
-    Exporter.GATEWAY,
-    "Requests that reached an endpoint, by HTTP status. A stream that ends with an error event has 200 here.",
-    (
-        _ENDPOINT,
-        Label("status", "HTTP status; 499: the client left, or was cut before its answer was written", STATUSES),
-    ),
+_STATUS = Label("status", "HTTP status; 499: the client left, or was cut before its answer was written", STATUSES)
+_CODE = Label("code", "the error's code, as in the body", REFUSAL_CODES)
+_HINT = Label("hint", "`wanted`: for a time; `end`: the session ends", CACHE_HINTS)
+_FORK_OUTCOME = Label("outcome", "`late`: ran out of wall-clock time", FORK_OUTCOMES)
+_IMAGE_OUTCOME = Label(
+    "outcome", "`kept`: its features were there from an earlier request of the tenant", IMAGE_OUTCOMES
 )
-REQUESTS_REFUSED = Metric(
-    "kvferry_requests_refused_total",
-    Kind.COUNTER,
-    "requests",
-    Exporter.GATEWAY,
-    "Requests answered with an error, an error event of a stream included, by its code.",
-    (Label("code", "the error's code, as in the body", REFUSAL_CODES),),
+_FETCH_OUTCOME = Label(
+    "outcome",
+    "`refused`: the URL is not allowed, or its host did not give an image in time; `overloaded`: "
+    "`gateway.images.max_fetches` were running",
+    FETCH_OUTCOMES,
 )
-REQUESTS_CANCELLED = Metric(
-    "kvferry_requests_cancelled_total",
-    Kind.COUNTER,
-    "requests",
-    Exporter.GATEWAY,
-    "Requests whose client left before the end.",
+_TENANT_OUTCOME = Label(
+    "outcome",
+    "`refused`: with a status below 500; `failed`: in a stream too; `cancelled`: the client left",
+    TENANT_OUTCOMES,
 )
-REQUESTS_IN_FLIGHT = Metric(
-    "kvferry_requests_in_flight", Kind.GAUGE, "requests", Exporter.GATEWAY, "Requests being answered now."
+_TOKEN_TYPE = Label("type", "`cached`: of the prompt tokens, those that were not computed", TENANT_TOKEN_KINDS)
+_ASKED = Label("asked", "whose name the client said; another one than `model` under `model.canary`")
+_MODEL_OUTCOME = Label("outcome", "as of kvferry_tenant_requests_total", TENANT_OUTCOMES)
+_MODEL_SERVED = Label("model", "an entry of `models`, or `default`")
+_PLACED_FOR = Label("reason", "why there (docs/architecture/routing.md)", PLACEMENT_REASONS)
+_FAILED_FOR = Label("cause", "why the attempt failed", FALLBACK_CAUSES)
+_WHEN = Label("when", "first: put in quarantine now; again: a repeat that was refused", ("first", "again"))
+_ENDED_FOR = Label(
+    "reason",
+    "`refused`: draining, full or unreadable; the engine never saw it. "
+    "`preempted`: a tenant below its share got its slot",
+    END_REASONS,
 )
-CHOICES_IN_FLIGHT = Metric(
-    "kvferry_choices_in_flight",
-    Kind.GAUGE,
-    "choices",
-    Exporter.GATEWAY,
-    "Choices of requests whose bodies are complete; at most gateway.max_requests.",
+_PAGE_EVICTED_FOR = Label("cause", "why: `borrowed` is above its floor, `own` for a page of its own", EVICTION_CAUSES)
+_NOT_TRANSFERRED_FOR = Label("cause", "`lease_ended`: too late, the pages may have been reused", KV_TRANSFER_FAILURES)
+_PHASE = Label("phase", "`fetch`: until they were lent; `read`: NIXL", ("fetch", "read"))
+_SPOILED_FOR = Label("cause", "what was wrong", VERIFICATION_FAILURES)
+_CHUNK_EVICTED_FOR = Label("cause", "why: `borrowed` is above its floor, `own` for a chunk of its own", EVICTION_CAUSES)
+_BREAKER_STATE = Label(
+    "state", "`open`: the volume is not used; `half_open`: one operation is on trial", BREAKER_STATES
 )
-PROMPT_TOKENS_IN_FLIGHT = Metric(
-    "kvferry_prompt_tokens_in_flight",
-    Kind.GAUGE,
-    "tokens",
-    Exporter.GATEWAY,
-    "Prompt tokens of requests in flight, once for each choice; at most gateway.max_prompt_tokens.",
-)
-BODY_BYTES_IN_FLIGHT = Metric(
-    "kvferry_body_bytes_in_flight",
-    Kind.GAUGE,
-    "bytes",
-    Exporter.GATEWAY,
-    "Bytes of bodies that are read or rendered; at most gateway.max_pending_body_bytes.",
-)
-REQUEST_SECONDS = Metric(
-    "kvferry_request_seconds",
-    Kind.HISTOGRAM,
-    "seconds",
-    Exporter.GATEWAY,
-    "From a request's arrival to the end of its answer or error.",
-    (_ENDPOINT,),
-    _WHOLE_BUCKETS_S,
-)
-TIME_TO_FIRST_TOKEN = Metric(
-    "kvferry_time_to_first_token_seconds",
-    Kind.HISTOGRAM,
-    "seconds",
-    Exporter.GATEWAY,
-    "From a request's arrival to its first token.",
-    buckets=_LATENCY_BUCKETS_S,
-)
-INTER_TOKEN = Metric(
-    "kvferry_time_per_output_token_seconds",
-    Kind.HISTOGRAM,
-    "seconds",
-    Exporter.GATEWAY,
-    "Mean time between the tokens of a request, first token excluded.",
-    buckets=_INTER_TOKEN_BUCKETS_S,
-)
-PROMPT_TOKENS = Metric(
-    "kvferry_prompt_tokens_total", Kind.COUNTER, "tokens", Exporter.GATEWAY, "Prompt tokens of finished requests."
-)
-GENERATED_TOKENS = Metric(
-    "kvferry_generated_tokens_total",
-    Kind.COUNTER,
-    "tokens",
-    Exporter.GATEWAY,
-    "Tokens generated by finished requests.",
-)
-HINTED_REQUESTS = Metric(
-    "kvferry_hinted_requests_total",
-    Kind.COUNTER,
-    "requests",
-    Exporter.GATEWAY,
-    "Requests whose client said for how long their pages are wanted.",
-    (Label("hint", "`wanted`: for a time; `end`: the session ends", CACHE_HINTS),),
-)
-SLOW_CLIENTS = Metric(
-    "kvferry_slow_clients_total",
-    Kind.COUNTER,
-    "requests",
-    Exporter.GATEWAY,
-    "Clients cut because they left more than gateway.max_write_buffer_bytes of a stream unread, read nothing for 30 s, "
-    "or were slowest to read while unread answers exceeded gateway.max_pending_body_bytes.",
-)
-UNREAD_ANSWER_BYTES = Metric(
-    "kvferry_unread_answer_bytes",
-    Kind.GAUGE,
-    "bytes",
-    Exporter.GATEWAY,
-    "Bytes of answers that wait for clients to read; over gateway.max_pending_body_bytes the slowest clients are cut.",
-)
-IMAGE_BYTES_IN_FLIGHT = Metric(
-    "kvferry_image_bytes_in_flight",
-    Kind.GAUGE,
-    "bytes",
-    Exporter.GATEWAY,
-    "Bytes of images in flight, files and prepared ones; gateway.images.max_pending_mib is the limit.",
-)
-GRAMMAR_CHECKS = Metric(
-    "kvferry_grammar_checks_total",
-    Kind.COUNTER,
-    "grammars",
-    Exporter.GATEWAY,
-    "Grammars of structured outputs that were tried in a process of their own, by outcome.",
-    (Label("outcome", "`late`: ran out of wall-clock time", FORK_OUTCOMES),),
-)
-IMAGE_CHATS = Metric(
-    "kvferry_image_chats_total",
-    Kind.COUNTER,
-    "requests",
-    Exporter.GATEWAY,
-    "Chats with images that the image process was asked for, by outcome; `refused` ones are the clients' faults.",
-    (Label("outcome", "`late`: ran out of wall-clock time", FORK_OUTCOMES),),
-)
-IMAGES = Metric(
-    "kvferry_images_total",
-    Kind.COUNTER,
-    "images",
-    Exporter.GATEWAY,
-    "Images of chats that were rendered.",
-    (Label("outcome", "`kept`: its features were there from an earlier request of the tenant", IMAGE_OUTCOMES),),
-)
-IMAGE_FETCHES = Metric(
-    "kvferry_image_fetches_total",
-    Kind.COUNTER,
-    "images",
-    Exporter.GATEWAY,
-    "Images by URL.",
-    (
-        Label(
-            "outcome",
-            "`refused`: the URL is not allowed, or its host did not give an image in time; `overloaded`: "
-            "`gateway.images.max_fetches` were running",
-            FETCH_OUTCOMES,
-        ),
-    ),
-)
-READY = Metric(
-    "kvferry_ready", Kind.GAUGE, "1", Exporter.GATEWAY, "1 while a request sent now can be answered, as `/readyz` says."
-)
-
-# Gateways: tenants
-
 _TENANT = Label(
     "tenant",
     "one of the first 200 tenants with a record that this gateway knew; `other`: the sum of all others",
 )
-TENANT_REQUESTS = Metric(
-    "kvferry_tenant_requests_total",
-    Kind.COUNTER,
-    "requests",
-    Exporter.GATEWAY,
-    "Requests of tenants that were identified.",
-    (
-        _TENANT,
-        Label(
-            "outcome",
-            "`refused`: with a status below 500; `failed`: in a stream too; `cancelled`: the client left",
-            TENANT_OUTCOMES,
-        ),
-    ),
-)
-TENANT_TOKENS = Metric(
-    "kvferry_tenant_tokens_total",
-    Kind.COUNTER,
-    "tokens",
-    Exporter.GATEWAY,
-    "Tokens of tenants' requests that were dispatched, also of those that ended early.",
-    (_TENANT, Label("type", "`cached`: of the prompt tokens, those that were not computed", TENANT_TOKEN_KINDS)),
-)
-TENANT_FIRST_TOKEN = Metric(
-    "kvferry_tenant_time_to_first_token_seconds",
-    Kind.SUMMARY,
-    "seconds",
-    Exporter.GATEWAY,
-    "From a request's dispatch to its first token.",
-    (_TENANT,),
-)
-TENANT_TOKEN_GAP = Metric(
-    "kvferry_tenant_time_per_output_token_seconds",
-    Kind.SUMMARY,
-    "seconds",
-    Exporter.GATEWAY,
-    "Mean time between the tokens of a request, first token excluded.",
-    (_TENANT,),
-)
-TENANTS_SEEN = (TENANT_REQUESTS, TENANT_TOKENS, TENANT_FIRST_TOKEN, TENANT_TOKEN_GAP)
 _MODEL = Label(
     "model", "that answered: an entry of `models`, or `default`; `other`: the sum of those after 256 pairs with `asked`"
 )
-MODEL_REQUESTS = Metric(
-    "kvferry_model_requests_total",
-    Kind.COUNTER,
-    "requests",
-    Exporter.GATEWAY,
-    "Requests that a model was chosen for.",
-    (
-        _MODEL,
-        Label("asked", "whose name the client said; another one than `model` under `model.canary`"),
-        Label("outcome", "as of kvferry_tenant_requests_total", TENANT_OUTCOMES),
-    ),
+_REFUSED_FOR = Label("reason", "`limit`: its own; `no_room`: all else is within floors or in use", EVICTION_REFUSALS)
+_OF_TENANT_SEEN = Label("tenant", "one of the first 200 tenants that this worker met; `other`: the sum of all others")
+_TENANT_TIER = (
+    Label("tenant", "one of the first 200 tenants whose terms this engine learned; `other`: the sum of all others"),
+    Label("tier", "the tier of the engine; volumes: `kvferry_tier_tenant_*` of keepers", ENGINE_TIERS),
 )
-MODEL_TOKENS = Metric(
-    "kvferry_model_tokens_total",
-    Kind.COUNTER,
-    "tokens",
-    Exporter.GATEWAY,
-    "Tokens of requests that were dispatched, also of those that ended early.",
-    (_MODEL, Label("type", "`cached`: of the prompt tokens, those that were not computed", TENANT_TOKEN_KINDS)),
+_OF_TENANT = (
+    _VOLUME,
+    Label("tenant", "one of the first 200 tenants with a record that this keeper knew; `other`: the sum of all others"),
 )
-MODEL_FIRST_TOKEN = Metric(
-    "kvferry_model_time_to_first_token_seconds",
-    Kind.SUMMARY,
-    "seconds",
-    Exporter.GATEWAY,
-    "From a request's dispatch to its first token.",
-    (_MODEL,),
-)
-MODEL_TOKEN_GAP = Metric(
-    "kvferry_model_time_per_output_token_seconds",
-    Kind.SUMMARY,
-    "seconds",
-    Exporter.GATEWAY,
-    "Mean time between the tokens of a request, first token excluded.",
-    (_MODEL,),
-)
-MODEL_READY = Metric(
-    "kvferry_model_ready",
-    Kind.GAUGE,
-    "",
-    Exporter.GATEWAY,
-    "Whether requests for the model can be answered: it is loaded, and a decode worker of it is connected.",
-    (Label("model", "an entry of `models`, or `default`"),),
-)
-MODELS_SEEN = (MODEL_REQUESTS, MODEL_TOKENS, MODEL_FIRST_TOKEN, MODEL_TOKEN_GAP, MODEL_READY)
-USAGE_RECORDS_LOST = Metric(
-    "kvferry_usage_records_lost_total",
-    Kind.COUNTER,
-    "records",
-    Exporter.GATEWAY,
-    "Usage records that could not be written to gateway.usage_dir.",
-)
+
+# The catalogue: one line for each metric, however long.
+# ruff: noqa: E501
+# fmt: off
+# Gateways: requests
+REQUESTS = Metric("kvferry_requests_total", COUNTER, "requests", GATEWAY, "Requests that reached an endpoint, by HTTP status. A stream that ends with an error event has 200 here.", (_ENDPOINT, _STATUS))
+REQUESTS_REFUSED = Metric("kvferry_requests_refused_total", COUNTER, "requests", GATEWAY, "Requests answered with an error, an error event of a stream included, by its code.", (_CODE,))
+REQUESTS_CANCELLED = Metric("kvferry_requests_cancelled_total", COUNTER, "requests", GATEWAY, "Requests whose client left before the end.")
+REQUESTS_IN_FLIGHT = Metric("kvferry_requests_in_flight", GAUGE, "requests", GATEWAY, "Requests being answered now.")
+CHOICES_IN_FLIGHT = Metric("kvferry_choices_in_flight", GAUGE, "choices", GATEWAY, "Choices of requests whose bodies are complete; at most gateway.max_requests.")
+PROMPT_TOKENS_IN_FLIGHT = Metric("kvferry_prompt_tokens_in_flight", GAUGE, "tokens", GATEWAY, "Prompt tokens of requests in flight, once for each choice; at most gateway.max_prompt_tokens.")
+BODY_BYTES_IN_FLIGHT = Metric("kvferry_body_bytes_in_flight", GAUGE, "bytes", GATEWAY, "Bytes of bodies that are read or rendered; at most gateway.max_pending_body_bytes.")
+REQUEST_SECONDS = Metric("kvferry_request_seconds", HISTOGRAM, "seconds", GATEWAY, "From a request's arrival to the end of its answer or error.", (_ENDPOINT,), buckets=_WHOLE_BUCKETS_S)
+TIME_TO_FIRST_TOKEN = Metric("kvferry_time_to_first_token_seconds", HISTOGRAM, "seconds", GATEWAY, "From a request's arrival to its first token.", buckets=_LATENCY_BUCKETS_S)
+INTER_TOKEN = Metric("kvferry_time_per_output_token_seconds", HISTOGRAM, "seconds", GATEWAY, "Mean time between the tokens of a request, first token excluded.", buckets=_INTER_TOKEN_BUCKETS_S)
+PROMPT_TOKENS = Metric("kvferry_prompt_tokens_total", COUNTER, "tokens", GATEWAY, "Prompt tokens of finished requests.")
+GENERATED_TOKENS = Metric("kvferry_generated_tokens_total", COUNTER, "tokens", GATEWAY, "Tokens generated by finished requests.")
+HINTED_REQUESTS = Metric("kvferry_hinted_requests_total", COUNTER, "requests", GATEWAY, "Requests whose client said for how long their pages are wanted.", (_HINT,))
+SLOW_CLIENTS = Metric("kvferry_slow_clients_total", COUNTER, "requests", GATEWAY, "Clients cut because they left more than gateway.max_write_buffer_bytes of a stream unread, read nothing for 30 s, or were slowest to read while unread answers exceeded gateway.max_pending_body_bytes.")
+UNREAD_ANSWER_BYTES = Metric("kvferry_unread_answer_bytes", GAUGE, "bytes", GATEWAY, "Bytes of answers that wait for clients to read; over gateway.max_pending_body_bytes the slowest clients are cut.")
+IMAGE_BYTES_IN_FLIGHT = Metric("kvferry_image_bytes_in_flight", GAUGE, "bytes", GATEWAY, "Bytes of images in flight, files and prepared ones; gateway.images.max_pending_mib is the limit.")
+GRAMMAR_CHECKS = Metric("kvferry_grammar_checks_total", COUNTER, "grammars", GATEWAY, "Grammars of structured outputs that were tried in a process of their own, by outcome.", (_FORK_OUTCOME,))
+IMAGE_CHATS = Metric("kvferry_image_chats_total", COUNTER, "requests", GATEWAY, "Chats with images that the image process was asked for, by outcome; `refused` ones are the clients' faults.", (_FORK_OUTCOME,))
+IMAGES = Metric("kvferry_images_total", COUNTER, "images", GATEWAY, "Images of chats that were rendered.", (_IMAGE_OUTCOME,))
+IMAGE_FETCHES = Metric("kvferry_image_fetches_total", COUNTER, "images", GATEWAY, "Images by URL.", (_FETCH_OUTCOME,))
+READY = Metric("kvferry_ready", GAUGE, "1", GATEWAY, "1 while a request sent now can be answered, as `/readyz` says.")
+
+# Gateways: tenants
+TENANT_REQUESTS = Metric("kvferry_tenant_requests_total", COUNTER, "requests", GATEWAY, "Requests of tenants that were identified.", (_TENANT, _TENANT_OUTCOME))
+TENANT_TOKENS = Metric("kvferry_tenant_tokens_total", COUNTER, "tokens", GATEWAY, "Tokens of tenants' requests that were dispatched, also of those that ended early.", (_TENANT, _TOKEN_TYPE))
+TENANT_FIRST_TOKEN = Metric("kvferry_tenant_time_to_first_token_seconds", SUMMARY, "seconds", GATEWAY, "From a request's dispatch to its first token.", (_TENANT,))
+TENANT_TOKEN_GAP = Metric("kvferry_tenant_time_per_output_token_seconds", SUMMARY, "seconds", GATEWAY, "Mean time between the tokens of a request, first token excluded.", (_TENANT,))
+MODEL_REQUESTS = Metric("kvferry_model_requests_total", COUNTER, "requests", GATEWAY, "Requests that a model was chosen for.", (_MODEL, _ASKED, _MODEL_OUTCOME))
+MODEL_TOKENS = Metric("kvferry_model_tokens_total", COUNTER, "tokens", GATEWAY, "Tokens of requests that were dispatched, also of those that ended early.", (_MODEL, _TOKEN_TYPE))
+MODEL_FIRST_TOKEN = Metric("kvferry_model_time_to_first_token_seconds", SUMMARY, "seconds", GATEWAY, "From a request's dispatch to its first token.", (_MODEL,))
+MODEL_TOKEN_GAP = Metric("kvferry_model_time_per_output_token_seconds", SUMMARY, "seconds", GATEWAY, "Mean time between the tokens of a request, first token excluded.", (_MODEL,))
+MODEL_READY = Metric("kvferry_model_ready", GAUGE, "", GATEWAY, "Whether requests for the model can be answered: it is loaded, and a decode worker of it is connected.", (_MODEL_SERVED,))
+USAGE_RECORDS_LOST = Metric("kvferry_usage_records_lost_total", COUNTER, "records", GATEWAY, "Usage records that could not be written to gateway.usage_dir.")
 
 # Gateways: the router
-
-QUEUED_REQUESTS = Metric(
-    "kvferry_queued_requests",
-    Kind.GAUGE,
-    "requests",
-    Exporter.GATEWAY,
-    "Choices that wait in this gateway while all workers are full; `gateway.max_queued_requests` is their limit.",
-)
-PLACEMENTS = Metric(
-    "kvferry_placements_total",
-    Kind.COUNTER,
-    "decisions",
-    Exporter.GATEWAY,
-    "Placement decisions, by reason.",
-    (Label("reason", "why there (docs/architecture/routing.md)", PLACEMENT_REASONS),),
-)
-PLACEMENT_SECONDS = Metric(
-    "kvferry_placement_seconds",
-    Kind.HISTOGRAM,
-    "seconds",
-    Exporter.GATEWAY,
-    "Duration of a placement decision, computing route keys included.",
-    buckets=_DECISION_BUCKETS_S,
-)
-SKIPPED_VOLUME_LOADS = Metric(
-    "kvferry_skipped_volume_loads_total",
-    Kind.COUNTER,
-    "decisions",
-    Exporter.GATEWAY,
-    "Placements that compute pages although a volume has them, because that costs less.",
-)
-PREFILL_SECONDS = Metric(
-    "kvferry_prefill_seconds",
-    Kind.HISTOGRAM,
-    "seconds",
-    Exporter.GATEWAY,
-    "From sending a prompt to a prefill worker until its pages were ready to be pulled.",
-    buckets=_LATENCY_BUCKETS_S,
-)
-PREFILL_FALLBACKS = Metric(
-    "kvferry_prefill_fallbacks_total",
-    Kind.COUNTER,
-    "requests",
-    Exporter.GATEWAY,
-    "Failed attempts to have a prefill worker compute a prompt, by cause.",
-    (Label("cause", "why the attempt failed", FALLBACK_CAUSES),),
-)
-CONTINUED_REQUESTS = Metric(
-    "kvferry_continued_requests_total",
-    Kind.COUNTER,
-    "requests",
-    Exporter.GATEWAY,
-    "Requests whose decode worker was lost mid-stream and that another one continued.",
-)
-PREEMPTED_REQUESTS = Metric(
-    "kvferry_preempted_requests_total",
-    Kind.COUNTER,
-    "requests",
-    Exporter.GATEWAY,
-    "Times that a decode worker gave a request's slot to a tenant below its share; the request went on afterwards.",
-)
-QUARANTINED_REQUESTS = Metric(
-    "kvferry_quarantined_requests_total",
-    Kind.COUNTER,
-    "requests",
-    Exporter.GATEWAY,
-    "Requests refused because workers were lost while they computed them.",
-    (Label("when", "first: put in quarantine now; again: a repeat that was refused", ("first", "again")),),
-)
-DECODE_RETRIES = Metric(
-    "kvferry_decode_retries_total",
-    Kind.COUNTER,
-    "requests",
-    Exporter.GATEWAY,
-    "Requests given to another decode worker before their first token.",
-)
-TRANSFERRED_PAGES = Metric(
-    "kvferry_ferried_pages_total",
-    Kind.COUNTER,
-    "pages",
-    Exporter.GATEWAY,
-    "KV pages that decode engines pulled for requests of this gateway.",
-)
-GATEWAY_SPANS = _spans(Exporter.GATEWAY, "")
+QUEUED_REQUESTS = Metric("kvferry_queued_requests", GAUGE, "requests", GATEWAY, "Choices that wait in this gateway while all workers are full; `gateway.max_queued_requests` is their limit.")
+PLACEMENTS = Metric("kvferry_placements_total", COUNTER, "decisions", GATEWAY, "Placement decisions, by reason.", (_PLACED_FOR,))
+PLACEMENT_SECONDS = Metric("kvferry_placement_seconds", HISTOGRAM, "seconds", GATEWAY, "Duration of a placement decision, computing route keys included.", buckets=_DECISION_BUCKETS_S)
+SKIPPED_VOLUME_LOADS = Metric("kvferry_skipped_volume_loads_total", COUNTER, "decisions", GATEWAY, "Placements that compute pages although a volume has them, because that costs less.")
+PREFILL_SECONDS = Metric("kvferry_prefill_seconds", HISTOGRAM, "seconds", GATEWAY, "From sending a prompt to a prefill worker until its pages were ready to be pulled.", buckets=_LATENCY_BUCKETS_S)
+PREFILL_FALLBACKS = Metric("kvferry_prefill_fallbacks_total", COUNTER, "requests", GATEWAY, "Failed attempts to have a prefill worker compute a prompt, by cause.", (_FAILED_FOR,))
+CONTINUED_REQUESTS = Metric("kvferry_continued_requests_total", COUNTER, "requests", GATEWAY, "Requests whose decode worker was lost mid-stream and that another one continued.")
+PREEMPTED_REQUESTS = Metric("kvferry_preempted_requests_total", COUNTER, "requests", GATEWAY, "Times that a decode worker gave a request's slot to a tenant below its share; the request went on afterwards.")
+QUARANTINED_REQUESTS = Metric("kvferry_quarantined_requests_total", COUNTER, "requests", GATEWAY, "Requests refused because workers were lost while they computed them.", (_WHEN,))
+DECODE_RETRIES = Metric("kvferry_decode_retries_total", COUNTER, "requests", GATEWAY, "Requests given to another decode worker before their first token.")
+TRANSFERRED_PAGES = Metric("kvferry_ferried_pages_total", COUNTER, "pages", GATEWAY, "KV pages that decode engines pulled for requests of this gateway.")
+GATEWAY_SPANS = Metric("kvferry_trace_spans_total", COUNTER, "spans", GATEWAY, "Trace spans, by outcome.", (_SPAN_OUTCOME,))
 
 # Gateways: workers and volumes as they see them
+WORKER_CONNECTED = Metric("kvferry_worker_connected", GAUGE, "1", GATEWAY, "1 while this gateway's link to the worker is up.", _OF_WORKER)
+WORKER_UNPAIRED = Metric("kvferry_worker_unpaired", GAUGE, "1", GATEWAY, "1 while it exchanges KV pages with no worker of the other role, as `/readyz` says.", _OF_WORKER)
+WORKER_RUNNING = Metric("kvferry_worker_requests_running", GAUGE, "requests", GATEWAY, "Requests that its engine computes now.", _OF_WORKER)
+WORKER_WAITING = Metric("kvferry_worker_requests_waiting", GAUGE, "requests", GATEWAY, "Requests that its engine has queued.", _OF_WORKER)
+WORKER_PAGES_USED = Metric("kvferry_worker_kv_pages_used", GAUGE, "pages", GATEWAY, "KV pages in use.", _OF_WORKER)
+WORKER_PAGES = Metric("kvferry_worker_kv_pages", GAUGE, "pages", GATEWAY, "Capacity in KV pages.", _OF_WORKER)
+WORKER_PROMPT_TOKENS = Metric("kvferry_worker_prompt_tokens_total", COUNTER, "tokens", GATEWAY, "Prompt tokens, by the source of their KV.", (*_OF_WORKER, _SOURCE))
+WORKER_CACHED_TOKENS = Metric("kvferry_worker_cached_prompt_tokens_total", COUNTER, "tokens", GATEWAY, "Prompt tokens whose KV was there already, by the tier that had it.", (*_OF_WORKER, _CACHE_TIER))
+WORKER_TRANSFERRED_BYTES = Metric("kvferry_worker_ferried_bytes_total", COUNTER, "bytes", GATEWAY, "Bytes of KV that its engine pulled from other engines.", _OF_WORKER)
+WORKER_GENERATED_TOKENS = Metric("kvferry_worker_generated_tokens_total", COUNTER, "tokens", GATEWAY, "Tokens its engine generated.", _OF_WORKER)
+VOLUME_READABLE = Metric("kvferry_volume_readable", GAUGE, "1", GATEWAY, "1 while the keeper reads from it; 0 while its breaker is open.", _OF_VOLUME_SEEN)
+VOLUME_WRITABLE = Metric("kvferry_volume_writable", GAUGE, "1", GATEWAY, "1 while the keeper writes to it; 0 while it fails or is full.", _OF_VOLUME_SEEN)
+VOLUME_TRIPS = Metric("kvferry_volume_breaker_trips_total", COUNTER, "trips", GATEWAY, "How often either of its breakers opened, since its keeper started.", _OF_VOLUME_SEEN)
+VOLUME_PAGES = Metric("kvferry_volume_pages", GAUGE, "pages", GATEWAY, "Chunks stored; a chunk is one or more KV pages.", _OF_VOLUME_SEEN)
+VOLUME_USED = Metric("kvferry_volume_used_bytes", GAUGE, "bytes", GATEWAY, "Size of the chunk files.", _OF_VOLUME_SEEN)
+VOLUME_CAPACITY = Metric("kvferry_volume_capacity_bytes", GAUGE, "bytes", GATEWAY, "Bytes that the keeper may use.", _OF_VOLUME_SEEN)
+VOLUME_QUEUED = Metric("kvferry_volume_queued_read_bytes", GAUGE, "bytes", GATEWAY, "Bytes waiting to be read, or being read.", _OF_VOLUME_SEEN)
+VOLUME_RATE = Metric("kvferry_volume_read_bytes_per_second", GAUGE, "bytes per second", GATEWAY, "Read rate of the last seconds, counting only time with reads; 0 without reads.", _OF_VOLUME_SEEN)
 
+# Workers
+ENGINE_ALIVE = Metric("kvferry_engine_alive", GAUGE, "1", WORKER, "1 until the engine was seen dead.")
+ENGINE_DRAINING = Metric("kvferry_engine_draining", GAUGE, "1", WORKER, "1 while the worker takes no new requests.")
+ENGINE_GATEWAYS = Metric("kvferry_engine_gateways", GAUGE, "links", WORKER, "Gateways that are linked to this worker.")
+ENGINE_RUNNING = Metric("kvferry_engine_requests_running", GAUGE, "requests", WORKER, "Requests the engine computes now.")
+ENGINE_WAITING = Metric("kvferry_engine_requests_waiting", GAUGE, "requests", WORKER, "Requests the engine has queued.")
+ENGINE_REQUESTS = Metric("kvferry_engine_requests_total", COUNTER, "requests", WORKER, "Requests that ended on this worker, by reason. A cancelled one is `abort`.", (_ENDED_FOR,))
+ENGINE_PAGES = Metric("kvferry_engine_kv_pages", GAUGE, "pages", WORKER, "Capacity of the engine's own memory, in KV pages.")
+ENGINE_PAGES_USED = Metric("kvferry_engine_kv_pages_used", GAUGE, "pages", WORKER, "KV pages in use.")
+ENGINE_CPU_PAGES = Metric("kvferry_engine_cpu_tier_pages", GAUGE, "pages", WORKER, "KV pages that fit in its CPU tier.")
+ENGINE_STEPS = Metric("kvferry_engine_steps_total", COUNTER, "steps", WORKER, "Engine steps that finished.")
+ENGINE_PROMPT_TOKENS = Metric("kvferry_engine_prompt_tokens_total", COUNTER, "tokens", WORKER, "Prompt tokens, by the source of their KV.", (_SOURCE,))
+ENGINE_CACHED_TOKENS = Metric("kvferry_engine_cached_prompt_tokens_total", COUNTER, "tokens", WORKER, "Prompt tokens whose KV was there already, by the tier that had it. Counted at admission.", (_CACHE_TIER,))
+ENGINE_GENERATED_TOKENS = Metric("kvferry_engine_generated_tokens_total", COUNTER, "tokens", WORKER, "Tokens generated.")
+ENGINE_QUEUE_SECONDS = Metric("kvferry_engine_queue_seconds", HISTOGRAM, "seconds", WORKER, "From a request's arrival in the engine until its pages were pulled or its prompt was begun.", buckets=_LATENCY_BUCKETS_S)
+ENGINE_TENANT_PROMPTS = Metric("kvferry_engine_tenant_prompt_seconds_total", COUNTER, "seconds", WORKER, "Time of the engine that was charged to a tenant for prompts, with tenants_in_etcd.", (_OF_TENANT_SEEN,))
+ENGINE_TENANT_WAITS = Metric("kvferry_engine_tenant_wait_seconds", SUMMARY, "seconds", WORKER, "How long a tenant's prompts waited for their turns, with tenants_in_etcd.", (_OF_TENANT_SEEN,))
+ENGINE_TENANT_SLOT_WAITS = Metric("kvferry_engine_tenant_slot_wait_seconds", SUMMARY, "seconds", WORKER, "How long a tenant's requests waited for slots of a decode worker's batch, with tenants_in_etcd.", (_OF_TENANT_SEEN,))
+ENGINE_TENANT_PROMPT_TOKENS = Metric("kvferry_engine_tenant_prompt_tokens_total", COUNTER, "tokens", WORKER, "Prompt tokens of a tenant's requests that ended on this worker, with tenants_in_etcd.", (_OF_TENANT_SEEN,))
+ENGINE_TENANT_CACHED = Metric("kvferry_engine_tenant_cached_prompt_tokens_total", COUNTER, "tokens", WORKER, "Those of them that this worker did not compute, by the tier that had them.", (_OF_TENANT_SEEN, _CACHE_TIER))
+ENGINE_TENANT_USED = Metric("kvferry_engine_tenant_used_pages", GAUGE, "pages", WORKER, "KV pages that a tenant has cached, with tenants_in_etcd; at most a second old.", _TENANT_TIER)
+ENGINE_TENANT_FLOOR = Metric("kvferry_engine_tenant_floor_pages", GAUGE, "pages", WORKER, "What demand of other tenants cannot evict.", _TENANT_TIER)
+ENGINE_TENANT_CAP = Metric("kvferry_engine_tenant_cap_pages", GAUGE, "pages", WORKER, "Beyond it a tenant's own pages go first.", _TENANT_TIER)
+ENGINE_TENANT_BORROWED = Metric("kvferry_engine_tenant_borrowed_pages", GAUGE, "pages", WORKER, "What tenants hold beyond their floors.", _TENANT_TIER)
+ENGINE_TENANT_EVICTED = Metric("kvferry_engine_tenant_evicted_pages_total", COUNTER, "pages", WORKER, "KV pages of a tenant that were evicted.", (*_TENANT_TIER, _PAGE_EVICTED_FOR))
+ENGINE_TENANT_DISPLACED = Metric("kvferry_engine_tenant_displaced_pages_total", COUNTER, "pages", WORKER, "KV pages of other tenants that were evicted for a tenant's.", _TENANT_TIER)
+ENGINE_TENANT_REFUSED = Metric("kvferry_engine_tenant_refused_pages_total", COUNTER, "pages", WORKER, "KV pages of a tenant that its tier did not take. In an engine's own memory, requests wait instead.", (*_TENANT_TIER, _REFUSED_FOR))
+ENGINE_PREFILL_SECONDS = Metric("kvferry_engine_prefill_seconds", HISTOGRAM, "seconds", WORKER, "From the beginning of a prompt's computation to the first token.", buckets=_LATENCY_BUCKETS_S)
+ENGINE_DECODE_SECONDS = Metric("kvferry_engine_decode_seconds", HISTOGRAM, "seconds", WORKER, "From a request's first token to its last.", buckets=_WHOLE_BUCKETS_S)
+KV_TRANSFER_SECONDS = Metric("kvferry_ferry_seconds", SUMMARY, "seconds", WORKER, "KV transfers from other engines, and their duration.")
+KV_TRANSFER_BYTES = Metric("kvferry_ferry_bytes_total", COUNTER, "bytes", WORKER, "Bytes that KV transfers brought.")
+KV_TRANSFER_FAILED = Metric("kvferry_ferry_failures_total", COUNTER, "transfers", WORKER, "KV transfers that failed; their prompts were computed instead.", (_NOT_TRANSFERRED_FOR,))
+WORKER_SPANS = Metric("kvferry_engine_trace_spans_total", COUNTER, "spans", WORKER, "Trace spans, by outcome.", (_SPAN_OUTCOME,))
 
-def _worker_seen(name: str, kind: Kind, unit: str, text: str, *labels: Label) -> Metric:
-    return Metric(f"kvferry_worker_{name}", kind, unit, Exporter.GATEWAY, text, (*_OF_WORKER, *labels))
+# Keepers
+KEEPER_ENGINES = Metric("kvferry_keeper_engines", GAUGE, "engines", KEEPER, "Engines that are connected.")
+KEEPER_REGIONS = Metric("kvferry_keeper_regions_mapped", GAUGE, "regions", KEEPER, "CPU tiers that are mapped; more than engines where one that left is still being read or written.")
+KEEPER_UNUSABLE_VOLUMES = Metric("kvferry_keeper_unusable_volumes", GAUGE, "volumes", KEEPER, "Configured volumes that the keeper cannot open; its log and `kvferry status` name each with its cause.")
+KEEPER_JOB_SECONDS = Metric("kvferry_keeper_job_seconds", SUMMARY, "seconds", KEEPER, "Loads and stores of engines that ended, and their duration.", (_JOB,))
+KEEPER_PAGES = Metric("kvferry_keeper_pages_total", COUNTER, "pages", KEEPER, "Chunks of loads and stores, by outcome: an `ok` load is a hit.", (_JOB, _OUTCOME))
+KEEPER_BYTES = Metric("kvferry_keeper_bytes_total", COUNTER, "bytes", KEEPER, "Bytes that jobs moved.", (_JOB,))
+KEEPER_REMOTE_PAGES = Metric("kvferry_keeper_remote_pages_total", COUNTER, "pages", KEEPER, "Chunks requested from keepers of other nodes; part of the loads.", (_OUTCOME,))
+KEEPER_REMOTE_BYTES = Metric("kvferry_keeper_remote_bytes_total", COUNTER, "bytes", KEEPER, "Bytes that came from keepers of other nodes.")
+KEEPER_REMOTE_SECONDS = Metric("kvferry_keeper_remote_seconds_total", COUNTER, "seconds", KEEPER, "Time spent on chunks of other nodes.", (_PHASE,))
+KEEPER_UNCANCELLED = Metric("kvferry_keeper_uncancelled_transfers", GAUGE, "transfers", KEEPER, "Reads from other nodes that failed or are late, and that NIXL cannot cancel yet. Their rows of the CPU tier stay in use.")
+KEEPER_LENT = Metric("kvferry_keeper_lent_pages_total", COUNTER, "pages", KEEPER, "Chunks lent to keepers of other nodes.")
+KEEPER_EXPIRED = Metric("kvferry_keeper_expired_leases_total", COUNTER, "leases", KEEPER, "Leases that expired before they were released.")
+TIER_PAGES = Metric("kvferry_tier_pages", GAUGE, "pages", KEEPER, "Chunks stored; a chunk is one or more KV pages.", (_VOLUME,))
+TIER_USED = Metric("kvferry_tier_used_bytes", GAUGE, "bytes", KEEPER, "Size of this keeper's files.", (_VOLUME,))
+TIER_CAPACITY = Metric("kvferry_tier_capacity_bytes", GAUGE, "bytes", KEEPER, "Bytes that this keeper may use.", (_VOLUME,))
+TIER_QUEUE = Metric("kvferry_tier_queue_bytes", GAUGE, "bytes", KEEPER, "Bytes waiting to be moved, or being moved.", (_VOLUME, _DIRECTION))
+TIER_RUNNING = Metric("kvferry_tier_operations_running", GAUGE, "operations", KEEPER, "Operations on its threads now.", (_VOLUME,))
+TIER_OVERDUE = Metric("kvferry_tier_operations_overdue", GAUGE, "operations", KEEPER, "Operations past their deadline.", (_VOLUME,))
+TIER_OPERATIONS = Metric("kvferry_tier_operations_total", COUNTER, "pages", KEEPER, "Reads and writes of chunks, by outcome.", (_VOLUME, _DIRECTION, _OUTCOME))
+TIER_BYTES = Metric("kvferry_tier_bytes_total", COUNTER, "bytes", KEEPER, "Payload bytes moved.", (_VOLUME, _DIRECTION))
+TIER_SECONDS = Metric("kvferry_tier_seconds_total", COUNTER, "seconds", KEEPER, "Time in reads and writes, summed over threads.", (_VOLUME, _DIRECTION))
+TIER_READ_RATE = Metric("kvferry_tier_read_bytes_per_second", GAUGE, "bytes per second", KEEPER, "Read rate of the last seconds, counting only time with reads; 0 without reads.", (_VOLUME,))
+TIER_VERIFICATION_FAILURES = Metric("kvferry_tier_verification_failures_total", COUNTER, "pages", KEEPER, "Chunks that failed verification and became misses, by cause.", (_VOLUME, _SPOILED_FOR))
+TIER_QUARANTINED = Metric("kvferry_tier_quarantined_pages_total", COUNTER, "pages", KEEPER, "Bad chunks that were quarantined.", (_VOLUME,))
+TIER_EVICTED = Metric("kvferry_tier_evicted_pages_total", COUNTER, "pages", KEEPER, "Chunks evicted.", (_VOLUME,))
+TIER_TENANT_USED = Metric("kvferry_tier_tenant_used_bytes", GAUGE, "bytes", KEEPER, "What a tenant holds.", _OF_TENANT)
+TIER_TENANT_FLOOR = Metric("kvferry_tier_tenant_floor_bytes", GAUGE, "bytes", KEEPER, "What demand of other tenants cannot evict.", _OF_TENANT)
+TIER_TENANT_CAP = Metric("kvferry_tier_tenant_cap_bytes", GAUGE, "bytes", KEEPER, "Beyond it a tenant's own pages go first.", _OF_TENANT)
+TIER_TENANT_BORROWED = Metric("kvferry_tier_tenant_borrowed_bytes", GAUGE, "bytes", KEEPER, "What tenants hold beyond their floors.", _OF_TENANT)
+TIER_TENANT_EVICTED = Metric("kvferry_tier_tenant_evicted_pages_total", COUNTER, "pages", KEEPER, "Chunks of a tenant that were evicted.", (*_OF_TENANT, _CHUNK_EVICTED_FOR))
+TIER_TENANT_DISPLACED = Metric("kvferry_tier_tenant_displaced_pages_total", COUNTER, "pages", KEEPER, "Chunks of other tenants that were evicted for a tenant's.", _OF_TENANT)
+TIER_TENANT_REFUSED = Metric("kvferry_tier_tenant_refused_pages_total", COUNTER, "pages", KEEPER, "Chunks of a tenant that were not stored.", (*_OF_TENANT, _REFUSED_FOR))
+TIER_BREAKER = Metric("kvferry_tier_breaker_state", GAUGE, "1", KEEPER, "1 for the state in which the volume's breaker is.", (_VOLUME, _DIRECTION, _BREAKER_STATE))
+TIER_TRIPS = Metric("kvferry_tier_breaker_trips_total", COUNTER, "trips", KEEPER, "How often its breakers opened.", (_VOLUME,))
+KEEPER_SPANS = Metric("kvferry_keeper_trace_spans_total", COUNTER, "spans", KEEPER, "Trace spans, by outcome.", (_SPAN_OUTCOME,))
+# fmt: on
 
-
-WORKER_CONNECTED = _worker_seen("connected", Kind.GAUGE, "1", "1 while this gateway's link to the worker is up.")
-WORKER_UNPAIRED = _worker_seen(
-    "unpaired", Kind.GAUGE, "1", "1 while it exchanges KV pages with no worker of the other role, as `/readyz` says."
-)
-WORKER_RUNNING = _worker_seen("requests_running", Kind.GAUGE, "requests", "Requests that its engine computes now.")
-WORKER_WAITING = _worker_seen("requests_waiting", Kind.GAUGE, "requests", "Requests that its engine has queued.")
-WORKER_PAGES_USED = _worker_seen("kv_pages_used", Kind.GAUGE, "pages", "KV pages in use.")
-WORKER_PAGES = _worker_seen("kv_pages", Kind.GAUGE, "pages", "Capacity in KV pages.")
-WORKER_PROMPT_TOKENS = _worker_seen(
-    "prompt_tokens_total", Kind.COUNTER, "tokens", "Prompt tokens, by the source of their KV.", _SOURCE
-)
-WORKER_CACHED_TOKENS = _worker_seen(
-    "cached_prompt_tokens_total",
-    Kind.COUNTER,
-    "tokens",
-    "Prompt tokens whose KV was there already, by the tier that had it.",
-    _CACHE_TIER,
-)
-WORKER_TRANSFERRED_BYTES = _worker_seen(
-    "ferried_bytes_total", Kind.COUNTER, "bytes", "Bytes of KV that its engine pulled from other engines."
-)
-WORKER_GENERATED_TOKENS = _worker_seen("generated_tokens_total", Kind.COUNTER, "tokens", "Tokens its engine generated.")
+# What a gateway says of others, in the order of its readings.
+TENANTS_SEEN = (TENANT_REQUESTS, TENANT_TOKENS, TENANT_FIRST_TOKEN, TENANT_TOKEN_GAP)
+MODELS_SEEN = (MODEL_REQUESTS, MODEL_TOKENS, MODEL_FIRST_TOKEN, MODEL_TOKEN_GAP, MODEL_READY)
 WORKERS_SEEN = (
     *(
         WORKER_CONNECTED,
@@ -565,31 +382,6 @@ WORKERS_SEEN = (
     ),
     *(WORKER_CACHED_TOKENS, WORKER_TRANSFERRED_BYTES, WORKER_GENERATED_TOKENS),
 )
-
-
-def _volume_seen(name: str, unit: str, text: str) -> Metric:
-    return Metric(f"kvferry_volume_{name}", Kind.GAUGE, unit, Exporter.GATEWAY, text, _OF_VOLUME_SEEN)
-
-
-VOLUME_READABLE = _volume_seen("readable", "1", "1 while the keeper reads from it; 0 while its breaker is open.")
-VOLUME_WRITABLE = _volume_seen("writable", "1", "1 while the keeper writes to it; 0 while it fails or is full.")
-VOLUME_TRIPS = Metric(
-    "kvferry_volume_breaker_trips_total",
-    Kind.COUNTER,
-    "trips",
-    Exporter.GATEWAY,
-    "How often either of its breakers opened, since its keeper started.",
-    _OF_VOLUME_SEEN,
-)
-VOLUME_PAGES = _volume_seen("pages", "pages", "Chunks stored; a chunk is one or more KV pages.")
-VOLUME_USED = _volume_seen("used_bytes", "bytes", "Size of the chunk files.")
-VOLUME_CAPACITY = _volume_seen("capacity_bytes", "bytes", "Bytes that the keeper may use.")
-VOLUME_QUEUED = _volume_seen("queued_read_bytes", "bytes", "Bytes waiting to be read, or being read.")
-VOLUME_RATE = _volume_seen(
-    "read_bytes_per_second",
-    "bytes per second",
-    "Read rate of the last seconds, counting only time with reads; 0 without reads.",
-)
 VOLUMES_SEEN = (
     VOLUME_READABLE,
     VOLUME_WRITABLE,
@@ -600,315 +392,6 @@ VOLUMES_SEEN = (
     VOLUME_QUEUED,
     VOLUME_RATE,
 )
-
-# Workers
-
-
-def _worker(name: str, kind: Kind, unit: str, text: str, *labels: Label, buckets: tuple[float, ...] = ()) -> Metric:
-    return Metric(f"kvferry_{name}", kind, unit, Exporter.WORKER, text, labels, buckets)
-
-
-ENGINE_ALIVE = _worker("engine_alive", Kind.GAUGE, "1", "1 until the engine was seen dead.")
-ENGINE_DRAINING = _worker("engine_draining", Kind.GAUGE, "1", "1 while the worker takes no new requests.")
-ENGINE_GATEWAYS = _worker("engine_gateways", Kind.GAUGE, "links", "Gateways that are linked to this worker.")
-ENGINE_RUNNING = _worker("engine_requests_running", Kind.GAUGE, "requests", "Requests the engine computes now.")
-ENGINE_WAITING = _worker("engine_requests_waiting", Kind.GAUGE, "requests", "Requests the engine has queued.")
-ENGINE_REQUESTS = _worker(
-    "engine_requests_total",
-    Kind.COUNTER,
-    "requests",
-    "Requests that ended on this worker, by reason. A cancelled one is `abort`.",
-    Label(
-        "reason",
-        "`refused`: draining, full or unreadable; the engine never saw it. "
-        "`preempted`: a tenant below its share got its slot",
-        END_REASONS,
-    ),
-)
-ENGINE_PAGES = _worker("engine_kv_pages", Kind.GAUGE, "pages", "Capacity of the engine's own memory, in KV pages.")
-ENGINE_PAGES_USED = _worker("engine_kv_pages_used", Kind.GAUGE, "pages", "KV pages in use.")
-ENGINE_CPU_PAGES = _worker("engine_cpu_tier_pages", Kind.GAUGE, "pages", "KV pages that fit in its CPU tier.")
-ENGINE_STEPS = _worker("engine_steps_total", Kind.COUNTER, "steps", "Engine steps that finished.")
-ENGINE_PROMPT_TOKENS = _worker(
-    "engine_prompt_tokens_total", Kind.COUNTER, "tokens", "Prompt tokens, by the source of their KV.", _SOURCE
-)
-ENGINE_CACHED_TOKENS = _worker(
-    "engine_cached_prompt_tokens_total",
-    Kind.COUNTER,
-    "tokens",
-    "Prompt tokens whose KV was there already, by the tier that had it. Counted at admission.",
-    _CACHE_TIER,
-)
-ENGINE_GENERATED_TOKENS = _worker("engine_generated_tokens_total", Kind.COUNTER, "tokens", "Tokens generated.")
-ENGINE_QUEUE_SECONDS = _worker(
-    "engine_queue_seconds",
-    Kind.HISTOGRAM,
-    "seconds",
-    "From a request's arrival in the engine until its pages were pulled or its prompt was begun.",
-    buckets=_LATENCY_BUCKETS_S,
-)
-_REFUSED_FOR = Label("reason", "`limit`: its own; `no_room`: all else is within floors or in use", EVICTION_REFUSALS)
-_OF_TENANT_SEEN = Label("tenant", "one of the first 200 tenants that this worker met; `other`: the sum of all others")
-ENGINE_TENANT_PROMPTS = _worker(
-    "engine_tenant_prompt_seconds_total",
-    Kind.COUNTER,
-    "seconds",
-    "Time of the engine that was charged to a tenant for prompts, with tenants_in_etcd.",
-    _OF_TENANT_SEEN,
-)
-ENGINE_TENANT_WAITS = _worker(
-    "engine_tenant_wait_seconds",
-    Kind.SUMMARY,
-    "seconds",
-    "How long a tenant's prompts waited for their turns, with tenants_in_etcd.",
-    _OF_TENANT_SEEN,
-)
-ENGINE_TENANT_SLOT_WAITS = _worker(
-    "engine_tenant_slot_wait_seconds",
-    Kind.SUMMARY,
-    "seconds",
-    "How long a tenant's requests waited for slots of a decode worker's batch, with tenants_in_etcd.",
-    _OF_TENANT_SEEN,
-)
-ENGINE_TENANT_PROMPT_TOKENS = _worker(
-    "engine_tenant_prompt_tokens_total",
-    Kind.COUNTER,
-    "tokens",
-    "Prompt tokens of a tenant's requests that ended on this worker, with tenants_in_etcd.",
-    _OF_TENANT_SEEN,
-)
-ENGINE_TENANT_CACHED = _worker(
-    "engine_tenant_cached_prompt_tokens_total",
-    Kind.COUNTER,
-    "tokens",
-    "Those of them that this worker did not compute, by the tier that had them.",
-    _OF_TENANT_SEEN,
-    _CACHE_TIER,
-)
-_TENANT_TIER = (
-    Label("tenant", "one of the first 200 tenants whose terms this engine learned; `other`: the sum of all others"),
-    Label("tier", "the tier of the engine; volumes: `kvferry_tier_tenant_*` of keepers", ENGINE_TIERS),
-)
-ENGINE_TENANT_USED = _worker(
-    "engine_tenant_used_pages",
-    Kind.GAUGE,
-    "pages",
-    "KV pages that a tenant has cached, with tenants_in_etcd; at most a second old.",
-    *_TENANT_TIER,
-)
-ENGINE_TENANT_FLOOR = _worker(
-    "engine_tenant_floor_pages", Kind.GAUGE, "pages", "What demand of other tenants cannot evict.", *_TENANT_TIER
-)
-ENGINE_TENANT_CAP = _worker(
-    "engine_tenant_cap_pages", Kind.GAUGE, "pages", "Beyond it a tenant's own pages go first.", *_TENANT_TIER
-)
-ENGINE_TENANT_BORROWED = _worker(
-    "engine_tenant_borrowed_pages", Kind.GAUGE, "pages", "What tenants hold beyond their floors.", *_TENANT_TIER
-)
-ENGINE_TENANT_EVICTED = _worker(
-    "engine_tenant_evicted_pages_total",
-    Kind.COUNTER,
-    "pages",
-    "KV pages of a tenant that were evicted.",
-    *_TENANT_TIER,
-    Label("cause", "why: `borrowed` is above its floor, `own` for a page of its own", EVICTION_CAUSES),
-)
-ENGINE_TENANT_DISPLACED = _worker(
-    "engine_tenant_displaced_pages_total",
-    Kind.COUNTER,
-    "pages",
-    "KV pages of other tenants that were evicted for a tenant's.",
-    *_TENANT_TIER,
-)
-ENGINE_TENANT_REFUSED = _worker(
-    "engine_tenant_refused_pages_total",
-    Kind.COUNTER,
-    "pages",
-    "KV pages of a tenant that its tier did not take. In an engine's own memory, requests wait instead.",
-    *_TENANT_TIER,
-    _REFUSED_FOR,
-)
-ENGINE_PREFILL_SECONDS = _worker(
-    "engine_prefill_seconds",
-    Kind.HISTOGRAM,
-    "seconds",
-    "From the beginning of a prompt's computation to the first token.",
-    buckets=_LATENCY_BUCKETS_S,
-)
-ENGINE_DECODE_SECONDS = _worker(
-    "engine_decode_seconds",
-    Kind.HISTOGRAM,
-    "seconds",
-    "From a request's first token to its last.",
-    buckets=_WHOLE_BUCKETS_S,
-)
-KV_TRANSFER_SECONDS = _worker(
-    "ferry_seconds", Kind.SUMMARY, "seconds", "KV transfers from other engines, and their duration."
-)
-KV_TRANSFER_BYTES = _worker("ferry_bytes_total", Kind.COUNTER, "bytes", "Bytes that KV transfers brought.")
-KV_TRANSFER_FAILED = _worker(
-    "ferry_failures_total",
-    Kind.COUNTER,
-    "transfers",
-    "KV transfers that failed; their prompts were computed instead.",
-    Label("cause", "`lease_ended`: too late, the pages may have been reused", KV_TRANSFER_FAILURES),
-)
-WORKER_SPANS = _spans(Exporter.WORKER, "engine_")
-
-# VolumePool
-
-
-def _keeper(name: str, kind: Kind, unit: str, text: str, *labels: Label) -> Metric:
-    return Metric(f"kvferry_{name}", kind, unit, Exporter.KEEPER, text, labels)
-
-
-KEEPER_ENGINES = _keeper("keeper_engines", Kind.GAUGE, "engines", "Engines that are connected.")
-KEEPER_REGIONS = _keeper(
-    "keeper_regions_mapped",
-    Kind.GAUGE,
-    "regions",
-    "CPU tiers that are mapped; more than engines where one that left is still being read or written.",
-)
-KEEPER_UNUSABLE_VOLUMES = _keeper(
-    "keeper_unusable_volumes",
-    Kind.GAUGE,
-    "volumes",
-    "Configured volumes that the keeper cannot open; its log and `kvferry status` name each with its cause.",
-)
-KEEPER_JOB_SECONDS = _keeper(
-    "keeper_job_seconds", Kind.SUMMARY, "seconds", "Loads and stores of engines that ended, and their duration.", _JOB
-)
-KEEPER_PAGES = _keeper(
-    "keeper_pages_total",
-    Kind.COUNTER,
-    "pages",
-    "Chunks of loads and stores, by outcome: an `ok` load is a hit.",
-    _JOB,
-    _OUTCOME,
-)
-KEEPER_BYTES = _keeper("keeper_bytes_total", Kind.COUNTER, "bytes", "Bytes that jobs moved.", _JOB)
-KEEPER_REMOTE_PAGES = _keeper(
-    "keeper_remote_pages_total",
-    Kind.COUNTER,
-    "pages",
-    "Chunks requested from keepers of other nodes; part of the loads.",
-    _OUTCOME,
-)
-KEEPER_REMOTE_BYTES = _keeper(
-    "keeper_remote_bytes_total", Kind.COUNTER, "bytes", "Bytes that came from keepers of other nodes."
-)
-KEEPER_REMOTE_SECONDS = _keeper(
-    "keeper_remote_seconds_total",
-    Kind.COUNTER,
-    "seconds",
-    "Time spent on chunks of other nodes.",
-    Label("phase", "`fetch`: until they were lent; `read`: NIXL", ("fetch", "read")),
-)
-KEEPER_UNCANCELLED = _keeper(
-    "keeper_uncancelled_transfers",
-    Kind.GAUGE,
-    "transfers",
-    "Reads from other nodes that failed or are late, and that NIXL cannot cancel yet. Their rows of the CPU tier stay "
-    "in use.",
-)
-KEEPER_LENT = _keeper("keeper_lent_pages_total", Kind.COUNTER, "pages", "Chunks lent to keepers of other nodes.")
-KEEPER_EXPIRED = _keeper(
-    "keeper_expired_leases_total", Kind.COUNTER, "leases", "Leases that expired before they were released."
-)
-
-TIER_PAGES = _keeper("tier_pages", Kind.GAUGE, "pages", "Chunks stored; a chunk is one or more KV pages.", _VOLUME)
-TIER_USED = _keeper("tier_used_bytes", Kind.GAUGE, "bytes", "Size of this keeper's files.", _VOLUME)
-TIER_CAPACITY = _keeper("tier_capacity_bytes", Kind.GAUGE, "bytes", "Bytes that this keeper may use.", _VOLUME)
-TIER_QUEUE = _keeper(
-    "tier_queue_bytes", Kind.GAUGE, "bytes", "Bytes waiting to be moved, or being moved.", _VOLUME, _DIRECTION
-)
-TIER_RUNNING = _keeper("tier_operations_running", Kind.GAUGE, "operations", "Operations on its threads now.", _VOLUME)
-TIER_OVERDUE = _keeper("tier_operations_overdue", Kind.GAUGE, "operations", "Operations past their deadline.", _VOLUME)
-TIER_OPERATIONS = _keeper(
-    "tier_operations_total",
-    Kind.COUNTER,
-    "pages",
-    "Reads and writes of chunks, by outcome.",
-    _VOLUME,
-    _DIRECTION,
-    _OUTCOME,
-)
-TIER_BYTES = _keeper("tier_bytes_total", Kind.COUNTER, "bytes", "Payload bytes moved.", _VOLUME, _DIRECTION)
-TIER_SECONDS = _keeper(
-    "tier_seconds_total",
-    Kind.COUNTER,
-    "seconds",
-    "Time in reads and writes, summed over threads.",
-    _VOLUME,
-    _DIRECTION,
-)
-TIER_READ_RATE = _keeper(
-    "tier_read_bytes_per_second",
-    Kind.GAUGE,
-    "bytes per second",
-    "Read rate of the last seconds, counting only time with reads; 0 without reads.",
-    _VOLUME,
-)
-TIER_VERIFICATION_FAILURES = _keeper(
-    "tier_verification_failures_total",
-    Kind.COUNTER,
-    "pages",
-    "Chunks that failed verification and became misses, by cause.",
-    _VOLUME,
-    Label("cause", "what was wrong", VERIFICATION_FAILURES),
-)
-TIER_QUARANTINED = _keeper(
-    "tier_quarantined_pages_total", Kind.COUNTER, "pages", "Bad chunks that were quarantined.", _VOLUME
-)
-TIER_EVICTED = _keeper("tier_evicted_pages_total", Kind.COUNTER, "pages", "Chunks evicted.", _VOLUME)
-_OF_TENANT = (
-    _VOLUME,
-    Label("tenant", "one of the first 200 tenants with a record that this keeper knew; `other`: the sum of all others"),
-)
-TIER_TENANT_USED = _keeper("tier_tenant_used_bytes", Kind.GAUGE, "bytes", "What a tenant holds.", *_OF_TENANT)
-TIER_TENANT_FLOOR = _keeper(
-    "tier_tenant_floor_bytes", Kind.GAUGE, "bytes", "What demand of other tenants cannot evict.", *_OF_TENANT
-)
-TIER_TENANT_CAP = _keeper(
-    "tier_tenant_cap_bytes", Kind.GAUGE, "bytes", "Beyond it a tenant's own pages go first.", *_OF_TENANT
-)
-TIER_TENANT_BORROWED = _keeper(
-    "tier_tenant_borrowed_bytes", Kind.GAUGE, "bytes", "What tenants hold beyond their floors.", *_OF_TENANT
-)
-TIER_TENANT_EVICTED = _keeper(
-    "tier_tenant_evicted_pages_total",
-    Kind.COUNTER,
-    "pages",
-    "Chunks of a tenant that were evicted.",
-    *_OF_TENANT,
-    Label("cause", "why: `borrowed` is above its floor, `own` for a chunk of its own", EVICTION_CAUSES),
-)
-TIER_TENANT_DISPLACED = _keeper(
-    "tier_tenant_displaced_pages_total",
-    Kind.COUNTER,
-    "pages",
-    "Chunks of other tenants that were evicted for a tenant's.",
-    *_OF_TENANT,
-)
-TIER_TENANT_REFUSED = _keeper(
-    "tier_tenant_refused_pages_total",
-    Kind.COUNTER,
-    "pages",
-    "Chunks of a tenant that were not stored.",
-    *_OF_TENANT,
-    _REFUSED_FOR,
-)
-TIER_BREAKER = _keeper(
-    "tier_breaker_state",
-    Kind.GAUGE,
-    "1",
-    "1 for the state in which the volume's breaker is.",
-    _VOLUME,
-    _DIRECTION,
-    Label("state", "`open`: the volume is not used; `half_open`: one operation is on trial", BREAKER_STATES),
-)
-TIER_TRIPS = _keeper("tier_breaker_trips_total", Kind.COUNTER, "trips", "How often its breakers opened.", _VOLUME)
-KEEPER_SPANS = _spans(Exporter.KEEPER, "keeper_")
 
 # All entries above: none can be forgotten.
 CATALOGUE: tuple[Metric, ...] = tuple(entry for entry in list(globals().values()) if isinstance(entry, Metric))
