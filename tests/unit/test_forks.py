@@ -293,7 +293,9 @@ def _exceed_memory(way: bytes) -> bytes:
             filled(1 << 17)
             threading.Event().wait()
         case b"threads":
-            for _ in range(100):
+            # Each larger than any stack of the process's own threads, which a fork has too and would use again.
+            threading.stack_size(MEMORY_BYTES)
+            for _ in range(4):
                 threading.Thread(target=threading.Event().wait).start()
     return b""
 

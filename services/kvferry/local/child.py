@@ -73,6 +73,10 @@ class Pace:
     def interrupt(self) -> None:
         self._interrupted.set()
 
+    @property
+    def is_interrupted(self) -> bool:
+        return self._interrupted.is_set()
+
     def check(self) -> None:
         if self._interrupted.is_set():
             raise Interrupted("interrupted")

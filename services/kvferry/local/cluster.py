@@ -564,7 +564,7 @@ def _take_over(folder: RunFolder, progress: Progress) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deferred_interrupts(pace: Pace) -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP only set `pace`'s flag."""
+    """Let SIGINT, SIGTERM and SIGHUP only set `pace`'s flag, and go on doing so once it is set."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -580,5 +580,6 @@ def _deferred_interrupts(pace: Pace) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in previous.items():
+        # One that comes while the command cleans up and ends would end it at once, and leave processes behind.
+        for number, handler in () if pace.is_interrupted else previous.items():
             signal.signal(number, handler)

@@ -50,6 +50,26 @@ class TestEvents:
         finally:
             publisher.shutdown()
 
+    async def test_batches_of_before_the_subscription_come_though_no_other_follows(self, tmp_path: Path) -> None:
+        """Pages of an engine that does nothing more would stay unknown to routers."""
+        from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch, ZmqEventPublisher
+
+        from kvferry.engine.vllm.events import listen
+
+        endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+        publisher = ZmqEventPublisher(0, endpoint, replay)
+        try:
+            for _ in range(3):
+                publisher.publish(KVEventBatch(ts=0.0, events=[AllBlocksCleared()]))
+            await until(lambda: len(publisher._buffer) == 3)
+            batches = listen(endpoint, replay)
+            assert [(await anext(batches)).sequence for _ in range(3)] == [0, 1, 2]
+            publisher.publish(KVEventBatch(ts=0.0, events=[]))
+            assert (await anext(batches)).sequence == 3
+            await batches.aclose()
+        finally:
+            publisher.shutdown()
+
     @pytest.mark.parametrize(
         ("lora_name", "extra_keys", "salt"),
         [

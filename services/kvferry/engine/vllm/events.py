@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 _decoder = msgspec.msgpack.Decoder(KVEventBatch)
 
 _REPLAY_TIMEOUT_S = 2.0  # for each batch; vLLM looks for requests every 0.1 s
+_SILENCE_MS = 1000
 _END_OF_REPLAY = b"\xff" * 8
 
 
@@ -35,13 +36,23 @@ async def listen(endpoint: str, replay_endpoint: str) -> AsyncIterator[KvEventBa
     """
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.SUB)  # type: ignore[attr-defined]
-    expected = 0
+    expected, has_joined, is_complete = 0, False, False
     try:
         socket.connect(endpoint)
         socket.subscribe(b"")
         while True:
+            if not is_complete and not await socket.poll(_SILENCE_MS):
+                # What came before this socket had joined, or was dropped, would be missed until the next batch.
+                for missed, old in await _replayed(context, replay_endpoint, expected):
+                    yield _batch(missed, old)
+                    expected = missed + 1
+                is_complete = has_joined
+                continue
             _topic, raw, payload = await socket.recv_multipart()
+            has_joined, is_complete = True, False
             sequence = int.from_bytes(raw, "big")
+            if sequence < expected:
+                continue  # replayed meanwhile
             if sequence > expected:
                 for missed, old in await _replayed(context, replay_endpoint, expected, sequence):
                     yield _batch(missed, old)
@@ -52,8 +63,8 @@ async def listen(endpoint: str, replay_endpoint: str) -> AsyncIterator[KvEventBa
         context.destroy(linger=0)
 
 
-async def _replayed(context: Any, endpoint: str, first: int, end: int) -> list[tuple[int, bytes]]:
-    """Return the batches from `first` to before `end` that the engine still has."""
+async def _replayed(context: Any, endpoint: str, first: int, end: int | None = None) -> list[tuple[int, bytes]]:
+    """Return the batches from `first`, to before `end` where it is known, that the engine still has."""
     socket = context.socket(zmq.DEALER)  # type: ignore[attr-defined]
     batches: list[tuple[int, bytes]] = []
     try:
@@ -65,13 +76,14 @@ async def _replayed(context: Any, endpoint: str, first: int, end: int) -> list[t
             if raw == _END_OF_REPLAY:
                 break
             sequence = int.from_bytes(raw, "big")
-            if sequence < end:
+            if end is None or sequence < end:
                 batches.append((sequence, payload))
     except TimeoutError:
         log.warning("the engine does not replay its events from %d on", first)
     finally:
         socket.close(linger=0)
-    log.info("%d of %d missed batches of events were replayed", len(batches), end - first)
+    if batches or end is not None:
+        log.info("%d missed batches of events were replayed, from %d on", len(batches), first)
     return batches
 
 
