@@ -50,8 +50,8 @@ LIMITS = {
     "readme_words": 900,
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
-    "files": 377,
-    "lines": 57_390,
+    "files": 375,
+    "lines": 57_300,
     "docstring_words": 34_775,  # a share of the lines would rise where code goes
     "root_modules": 29,
     "most_files_in_a_package": 61,

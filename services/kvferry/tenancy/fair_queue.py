@@ -60,8 +60,8 @@ class FairQueue(Generic[Request]):
         self._cached_tokens = cached_tokens
         self._weights: dict[str, float] = {}
         self._tenants: dict[str, _Tenant[Request]] = {}
-        self._waiting = KeyedHeap()  # by virtual time, without the tenant whose turn it is
-        self._lagging = KeyedHeap()  # tenants without requests whose virtual time is ahead
+        self._waiting = KeyedHeap[str]()  # by virtual time, without the tenant whose turn it is
+        self._lagging = KeyedHeap[str]()  # tenants without requests whose virtual time is ahead
         self._inside: set[Slice[Request]] = set()
         self._turn: _Tenant[Request] | None = None
         self._turn_left_ms = 0.0
@@ -93,10 +93,10 @@ class FairQueue(Generic[Request]):
         self._idle_since_s = None
         self.num_requests += 1
         if had_none:
-            self._lagging.discard(tenant.name)
+            self._lagging.remove(tenant.name)
             tenant.virtual_ms = max(tenant.virtual_ms, self._virtual_ms)
             if tenant is not self._turn:
-                self._waiting.set(tenant.name, tenant.virtual_ms)
+                self._waiting.put(tenant.name, tenant.virtual_ms)
                 if self._turn is not None and tenant.virtual_ms < self._turn.virtual_ms:
                     self._end_turn()
         return None
@@ -132,7 +132,7 @@ class FairQueue(Generic[Request]):
         return piece
 
     def _has_little_before(self, done_ms: float) -> bool:
-        tenant, first = self._turn, self._waiting.first()
+        tenant, first = self._turn, self._waiting.first
         if tenant is None or not tenant.queue:
             tenant = None
         if first is not None and (tenant is None or (self._turn_left_ms <= 0 and first[0] < tenant.virtual_ms)):
@@ -204,7 +204,7 @@ class FairQueue(Generic[Request]):
         if tenant is not None:
             return QueueLimit.TENANT_REQUESTS if len(tenant.queue) >= room else None
         if len(self._tenants) >= self.parameters.max_tenants:
-            lagging = self._lagging.first()
+            lagging = self._lagging.first
             if lagging is None:
                 return QueueLimit.TENANTS
             self._drop(lagging[1])
@@ -215,10 +215,10 @@ class FairQueue(Generic[Request]):
 
     def _begin_turn(self) -> None:
         self._end_turn()
-        first = self._waiting.first()
+        first = self._waiting.first
         assert first is not None
         virtual_ms, name = first
-        self._waiting.discard(name)
+        self._waiting.remove(name)
         self._turn = self._tenants[name]
         self._turn_left_ms = self.parameters.turn_ms
         self._advance(virtual_ms)
@@ -226,11 +226,11 @@ class FairQueue(Generic[Request]):
     def _end_turn(self) -> None:
         tenant, self._turn = self._turn, None
         if tenant is not None and tenant.queue:
-            self._waiting.set(tenant.name, tenant.virtual_ms)
+            self._waiting.put(tenant.name, tenant.virtual_ms)
 
     def _advance(self, virtual_ms: float) -> None:
         self._virtual_ms = max(self._virtual_ms, virtual_ms)
-        while (first := self._lagging.first()) is not None and first[0] <= self._virtual_ms:
+        while (first := self._lagging.first) is not None and first[0] <= self._virtual_ms:
             self._drop(first[1])
 
     def _charge(self, tenant: _Tenant[Request], ms: float, factor: float) -> None:
@@ -245,21 +245,21 @@ class FairQueue(Generic[Request]):
     def _update_keys(self, tenant: _Tenant[Request]) -> None:
         for heap in (self._waiting, self._lagging):
             if tenant.name in heap:
-                heap.set(tenant.name, tenant.virtual_ms)
+                heap.put(tenant.name, tenant.virtual_ms)
 
     def _settle(self, tenant: _Tenant[Request], now_s: float) -> None:
         if tenant.queue or tenant.num_inside:
             if not tenant.queue:
-                self._waiting.discard(tenant.name)
+                self._waiting.remove(tenant.name)
             return
-        self._waiting.discard(tenant.name)
+        self._waiting.remove(tenant.name)
         if tenant is self._turn:
             self._turn = None
-        self._lagging.set(tenant.name, tenant.virtual_ms)
+        self._lagging.put(tenant.name, tenant.virtual_ms)
         self._advance(self._virtual_ms)
         if not self.num_requests and not self._inside:
             self._idle_since_s = now_s
 
     def _drop(self, name: str) -> None:
-        self._lagging.discard(name)
+        self._lagging.remove(name)
         del self._tenants[name]

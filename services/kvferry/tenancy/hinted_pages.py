@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from kvferry.tenancy.keyed_heap import KeyedHeap
 from kvferry.tenancy.page import MAX_COUNTED_REUSES, MAX_REUSES
-from kvferry.tenancy.page_heap import Key, PageHeap
 
 T = TypeVar("T")
+
+Key = tuple[float, int]  # a time, and a number that makes keys unique
 
 NEVER: Final = float("inf")
 
@@ -22,7 +24,7 @@ class Place(NamedTuple):
 
 
 class Spot(NamedTuple, Generic[T]):
-    heap: PageHeap[T]
+    heap: KeyedHeap[T]
     key: Key
 
 
@@ -59,10 +61,10 @@ class HintedPages(Generic[T]):
         self.num_free = 0  # those of them that are not in use
         self._wants: dict[T, _Want] = {}
         self._ending: set[T] = set()  # pages in use that go first afterwards
-        self._deadlines: PageHeap[T] = PageHeap()
-        self._places = tuple(PageHeap[T]() for _ in range(MAX_REUSES + 1))  # of wanted pages, by last use
-        self._lapsed = tuple(PageHeap[T]() for _ in range(MAX_REUSES + 1))
-        self._ended: PageHeap[T] = PageHeap()
+        self._deadlines: KeyedHeap[T] = KeyedHeap()
+        self._places = tuple(KeyedHeap[T]() for _ in range(MAX_REUSES + 1))  # of wanted pages, by last use
+        self._lapsed = tuple(KeyedHeap[T]() for _ in range(MAX_REUSES + 1))
+        self._ended: KeyedHeap[T] = KeyedHeap()
         self._last_number = 0
 
     @property
@@ -274,7 +276,7 @@ def first_private(reuses: Sequence[int]) -> int:
     return 0
 
 
-def _lowest(heaps: Sequence[PageHeap[T]], bonus_s: float) -> tuple[float, T] | None:
+def _lowest(heaps: Sequence[KeyedHeap[T]], bonus_s: float) -> tuple[float, T] | None:
     best: tuple[float, T] | None = None
     for level, heap in enumerate(heaps):
         if (first := heap.first) is not None:

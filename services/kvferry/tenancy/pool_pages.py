@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvferry.tenancy.contract import TierContract, check_floors
 from kvferry.tenancy.hinted_pages import NEVER, HintedPages, Place, first_private
-from kvferry.tenancy.indexed_heap import IndexedHeap
+from kvferry.tenancy.keyed_heap import KeyedHeap
 from kvferry.tenancy.outcome import Cause
 from kvferry.tenancy.page import MAX_COUNTED_REUSES, MAX_REUSES
 from kvferry.tenancy.tenant_counts import Counts, TenantCounts
@@ -114,12 +114,12 @@ class PoolPages:
         self._is_free = bytearray(num_pages)
         self._tenants: dict[str, _Tenant] = {}
         self._contracts: dict[str, TierContract] = {}
-        self._by_key: IndexedHeap[_Tenant] = IndexedHeap()  # tenants above their floors, with free pages
-        self._by_expiry: IndexedHeap[_Tenant] = IndexedHeap()
+        self._by_key: KeyedHeap[_Tenant] = KeyedHeap()  # tenants above their floors, with free pages
+        self._by_expiry: KeyedHeap[_Tenant] = KeyedHeap()
         self._changed: set[_Tenant] = set()
         self._unreported: set[str] = set()  # tenants
         self._reserved = 0
-        self._by_due: IndexedHeap[_Tenant] = IndexedHeap()  # tenants with hints that end
+        self._by_due: KeyedHeap[_Tenant] = KeyedHeap()  # tenants with hints that end
         self._now_s = -NEVER
 
     def configure(self, contracts: Mapping[str, TierContract]) -> None:

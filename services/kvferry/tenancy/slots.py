@@ -62,8 +62,8 @@ class DecodeSlots(Generic[Stream]):
         self._tenants: dict[str, _Tenant[Stream]] = {}
         self._seen_s: OrderedDict[str, float] = OrderedDict()  # least recent first; the keys of _tenants
         self._seen_weight = 0.0
-        self._by_next = KeyedHeap()  # tenants that wait, by (streams + 1) / weight
-        self._by_streams = KeyedHeap()  # the same by streams / weight
+        self._by_next = KeyedHeap[str]()  # tenants that wait, by (streams + 1) / weight
+        self._by_streams = KeyedHeap[str]()  # the same by streams / weight
 
     def __repr__(self) -> str:
         return f"<DecodeSlots {self.num_streams} of {self.num_slots}, {len(self._by_next)} tenants wait>"
@@ -100,9 +100,9 @@ class DecodeSlots(Generic[Stream]):
         if num_free <= 0:
             return None
         if num_free > self._num_reserved_now(now_s):
-            first = self._by_next.first()
+            first = self._by_next.first
             return None if first is None else first[1]
-        first = self._by_streams.first()
+        first = self._by_streams.first
         return None if first is None or first[0] >= self._slots_per_weight() else first[1]
 
     def begin(self, tenant: str, stream: Stream, now_s: float) -> None:
@@ -148,7 +148,7 @@ class DecodeSlots(Generic[Stream]):
     def _above_share(self, now_s: float) -> list[tuple[float, str]]:
         # By excess and name; none while no tenant below its share waits.
         self._forget_unseen(now_s)
-        first = self._by_streams.first()
+        first = self._by_streams.first
         per_weight = self._slots_per_weight()
         if self.num_streams < self.num_slots or first is None or first[0] >= per_weight:
             return []
@@ -204,8 +204,8 @@ class DecodeSlots(Generic[Stream]):
     def _update(self, tenant: str, known: _Tenant[Stream]) -> None:
         if known.num_waiting:
             num_streams = len(known.streams)
-            self._by_next.set(tenant, (num_streams + 1) / known.weight)
-            self._by_streams.set(tenant, num_streams / known.weight)
+            self._by_next.put(tenant, (num_streams + 1) / known.weight)
+            self._by_streams.put(tenant, num_streams / known.weight)
         else:
-            self._by_next.discard(tenant)
-            self._by_streams.discard(tenant)
+            self._by_next.remove(tenant)
+            self._by_streams.remove(tenant)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.tenancy.indexed_heap import IndexedHeap
+from kvferry.tenancy.keyed_heap import KeyedHeap
 from kvferry.tenancy.tenant_pages import NEVER, Candidate, TenantPages
 
 
@@ -13,9 +13,9 @@ class TenantOrder:
 
     def __init__(self) -> None:
         self.lendable = 0  # sum of `lent`
-        self._by_candidate: IndexedHeap[TenantPages] = IndexedHeap()
-        self._by_expiry: IndexedHeap[TenantPages] = IndexedHeap()
-        self._by_wanted_until: IndexedHeap[TenantPages] = IndexedHeap()
+        self._by_candidate: KeyedHeap[TenantPages] = KeyedHeap()
+        self._by_expiry: KeyedHeap[TenantPages] = KeyedHeap()
+        self._by_wanted_until: KeyedHeap[TenantPages] = KeyedHeap()
         self._changed: set[TenantPages] = set()
 
     def update(self, tenant: TenantPages) -> None:
@@ -57,7 +57,7 @@ class TenantOrder:
         assert all(tenant.lent == tenant.lendable for tenant in self._by_candidate), "lent units are out of date"
 
 
-def _place(heap: IndexedHeap[TenantPages], tenant: TenantPages, time_s: float) -> None:
+def _place(heap: KeyedHeap[TenantPages], tenant: TenantPages, time_s: float) -> None:
     # Names make keys unique: which page goes does not depend on the order in a set.
     if time_s == NEVER:
         heap.remove(tenant)

@@ -256,7 +256,7 @@ def test_10_000_tenants_are_picked_without_looking_at_each(monkeypatch: pytest.M
 
     for tenant in queue._tenants.values():
         tenant.virtual_ms = Counted(tenant.virtual_ms)
-        queue._waiting.set(tenant.name, tenant.virtual_ms)
+        queue._waiting.put(tenant.name, tenant.virtual_ms)
     num_compared = 0
     for _ in range(1000):
         piece = queue.next_slice()
