@@ -28,8 +28,8 @@ from bench.machine_turn import machine_turn
 from bench.results import BenchFailed, Results, run_benchmark
 from bench.vllm_engines import VllmPair, answer, child_processes, prefill, start_pair
 from kvferry.engine.base import EngineRequest, RequestId, Sampling, TransferParams
-from kvferry.engine.vllm import arguments as engine_arguments
 from kvferry.engine.vllm import engine as vllm_engine
+from kvferry.engine.vllm.start import arguments as engine_arguments
 from kvferry.errors import EngineDead, EngineError, KvferryError
 
 # Read by bench.faulty_transfers, in the engines' processes.

@@ -140,7 +140,7 @@ async def run_gateway(
 ) -> None:
     import msgspec
 
-    from kvferry.engine.vllm.renderer import VllmRenderer
+    from kvferry.engine.vllm.rendering.renderer import VllmRenderer
     from kvferry.gateway.lifecycle import GatewayHost
     from kvferry.membership.base import Member, MemberKind
     from kvferry_sim.membership import MemoryMembership, MemoryRegistry

@@ -23,9 +23,9 @@ from bench.vllm_engines import answer
 from kvferry.config import ClusterConfig, JwtConfig, ModelConfig
 from kvferry.engine.base import Asker, ChatImage, EngineRequest, PromptImage, RequestId, Sampling, TenantName
 from kvferry.errors import NotReady, Unauthenticated
-from kvferry.gateway.jwt_tokens import JwtTokens
+from kvferry.gateway.identity.jwt_tokens import JwtTokens
+from kvferry.gateway.identity.tenants import Tenants
 from kvferry.gateway.lifecycle import build_renderer
-from kvferry.gateway.tenants import Tenants
 
 _LONG_WORD = 250  # letters; tokenizers keep words of up to 255 bytes
 _NUM_WORDS = 4
@@ -193,7 +193,7 @@ class GrammarSteps:
         from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
         from kvferry.engine.vllm.plugins.grammar_words import fill_word_caches_of_grammars
-        from kvferry.engine.vllm.structured_outputs import structured_outputs_config
+        from kvferry.engine.vllm.rendering.structured_outputs import structured_outputs_config
 
         model = VllmModelConfig(model=str(folder), tokenizer=str(folder))
         config = SimpleNamespace(structured_outputs_config=structured_outputs_config(), model_config=model)

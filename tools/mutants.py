@@ -1,7 +1,7 @@
 """Change one thing at a time in what decides who may do what and what proves a page, and see whether a test fails.
 
     python tools/mutants.py                         all of MODULES
-    python tools/mutants.py gateway/access.py       one of them
+    python tools/mutants.py gateway/identity/access.py       one of them
 
 The last line is JSON: `mutants`, `killed` (a test failed or hung), `equivalent` and `survived`. Exit code 1 where one
 survived, or where an entry of EQUIVALENT is stale: no survivor fits it any more. Other texts in errors, logs and
@@ -32,10 +32,10 @@ PACKAGE = ROOT / "services" / "kvferry"
 
 # Module below services/kvferry -> the tests that have to notice.
 MODULES: dict[str, tuple[str, ...]] = {
-    "gateway/access.py": ("tests/unit/gateway/test_access.py",),
-    "gateway/identification.py": ("tests/unit/gateway/test_identification.py",),
-    "gateway/jwt_tokens.py": ("tests/unit/gateway/test_jwt_tokens.py",),
-    "gateway/tenant_directory.py": ("tests/unit/gateway/test_tenant_directory.py",),
+    "gateway/identity/access.py": ("tests/unit/gateway/test_access.py",),
+    "gateway/identity/identification.py": ("tests/unit/gateway/test_identification.py",),
+    "gateway/identity/jwt_tokens.py": ("tests/unit/gateway/test_jwt_tokens.py",),
+    "gateway/identity/tenant_directory.py": ("tests/unit/gateway/test_tenant_directory.py",),
     "keeper/chunk_lender.py": ("tests/unit/keeper/test_chunk_lender.py",),
     "link/flow_control.py": ("tests/unit/link/test_flow_control.py",),
     "link/quarantine.py": ("tests/unit/link/test_quarantine.py",),
@@ -49,23 +49,23 @@ MODULES: dict[str, tuple[str, ...]] = {
 # Module and function -> the line as a mutant has it ("without: " and the line where it is removed) -> why no test can
 # see the difference.
 EQUIVALENT: dict[str, dict[str, str]] = {
-    "gateway/jwt_tokens.py JwtTokens.__init__": {
+    "gateway/identity/jwt_tokens.py JwtTokens.__init__": {
         'self._seen: FileSignature | None = ""': "read only where there is a file, which sets it",
     },
-    "gateway/jwt_tokens.py JwtTokens.tenant_of": {
+    "gateway/identity/jwt_tokens.py JwtTokens.tenant_of": {
         "self._verified.popitem(last=None)": "only its truth counts",
     },
-    "gateway/jwt_tokens.py JwtTokens._verify": {
+    "gateway/identity/jwt_tokens.py JwtTokens._verify": {
         "algorithms=None,": "PyJWT takes the key's algorithm instead, which was compared with the token's",
         "without: algorithms=[algorithm],": "the same",
     },
-    "gateway/jwt_tokens.py JwtTokens._fetch": {
+    "gateway/identity/jwt_tokens.py JwtTokens._fetch": {
         'client.stream("get", url) as answer,': "httpx sends methods in upper case",
     },
-    "gateway/jwt_tokens.py _file_bytes": {
+    "gateway/identity/jwt_tokens.py _file_bytes": {
         "return file.read(MAX_JWKS_BYTES + 2)": "a second byte is over the limit too",
     },
-    "gateway/tenant_directory.py TenantDirectory.__init__": {
+    "gateway/identity/tenant_directory.py TenantDirectory.__init__": {
         "self._withholds_others = None  # once there were more of them: any tenant without a record may be one": (
             "only its truth counts"
         ),

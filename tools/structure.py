@@ -63,7 +63,7 @@ _NUM_PASSAGES = 5  # what only one of these requests calls belongs to a heartbea
 
 # Files whose functions pass a request, or a part of its answer, to another process, to the engine, or to the client.
 HANDOVERS = (
-    "gateway/uvicorn_connection.py",
+    "gateway/http/uvicorn_connection.py",
     "link/frame_connection.py",
     "link/frame_server.py",
     "kvferry_sim/engine.py",
@@ -71,12 +71,12 @@ HANDOVERS = (
 # Files in which a request changes its form, and into what.
 CHANGES = {
     "gateway/admission.py": "an admitted request",
-    "gateway/openai_bodies.py": "validated fields",
-    "kvferry_sim/renderer.py": "tokens (with vLLM: engine/vllm/renderer.py)",
+    "gateway/bodies/openai_bodies.py": "validated fields",
+    "kvferry_sim/renderer.py": "tokens (with vLLM: engine/vllm/rendering/renderer.py)",
     "router/placer.py": "a placement",
     "router/pricing.py": "the prices behind it",
     "link/codec.py": "messages to and from a worker",
-    "gateway/openai_responses.py": "the bytes of an answer",
+    "gateway/http/openai_responses.py": "the bytes of an answer",
 }
 _INSIDE_THE_ENGINE = "kvferry_sim/"
 # Functions of HANDOVERS that hand no request on: workers call them periodically.

@@ -19,8 +19,8 @@ from bench.chaos.fleet import Fleet, usage_folder, work_folder
 from bench.chaos.receipts import Ending, Receipt
 from bench.chaos.work import Attempt, End, read_attempts
 from bench.results import BenchFailed
-from kvferry.gateway.usage_log import UNFINISHED, UsageRecord, read
-from kvferry.gateway.usage_totals import totals
+from kvferry.gateway.usage.usage_log import UNFINISHED, UsageRecord, read
+from kvferry.gateway.usage.usage_totals import totals
 from kvferry.membership.base import MemberKind
 
 LOSS_S: Final = 10.0  # of each answer, that a gateway which is killed may leave out of its records

@@ -14,7 +14,7 @@ from bench.engine_device import OF_ROLE, Role, engine_config, model_config
 from bench.gpu_check.parts import Part
 from bench.gpu_check.runner import ROOT, import_path
 from kvferry.engine.base import EngineId
-from kvferry.engine.vllm.arguments import engine_arguments, kv_transfer_config
+from kvferry.engine.vllm.start.arguments import engine_arguments, kv_transfer_config
 
 LIMIT_S = 120.0
 _MAX_OUTPUT_CHARS = 800

@@ -35,7 +35,7 @@ from kvferry import config as configuration
 from kvferry.addresses import NODE_ADDRESS_VARIABLE
 from kvferry.config import ROLES, ClusterConfig, ModelEntryConfig, RoleConfig
 from kvferry.deployment_causes import CAUSE_MARK, GIVEN_UP, cause_of, causes_of
-from kvferry.engine.vllm.text_model import use_cpu_platform
+from kvferry.engine.vllm.rendering.text_model import use_cpu_platform
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.hub_model.marker import why_not_whole

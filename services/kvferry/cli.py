@@ -267,7 +267,7 @@ def down(name: str | None) -> None:
 @_configured
 def show_config(config: ClusterConfig, role: str | None, entry: str) -> None:
     """Print the effective configuration as YAML."""
-    from kvferry.engine.vllm.chat_template import read_chat_template
+    from kvferry.engine.vllm.rendering.chat_template import read_chat_template
     from kvferry.quality_report import check_quality_report
 
     entries = [each.name for each in config.models]
@@ -284,8 +284,8 @@ def show_config(config: ClusterConfig, role: str | None, entry: str) -> None:
         if config.engine.kind == "vllm":
             read_chat_template(config.of_model(name).model)
     if role is not None:
-        from kvferry.engine.vllm.command_line import command_line
-        from kvferry.engine.vllm.text_model import use_cpu_platform
+        from kvferry.engine.vllm.rendering.text_model import use_cpu_platform
+        from kvferry.engine.vllm.start.command_line import command_line
 
         use_cpu_platform()
         click.echo(command_line(config, role, entry))
@@ -306,7 +306,7 @@ def write_manifest(folder: Path) -> None:
 
     Copy the file with the weights. Write it anew whenever they change: sizes and samples are compared with it.
     """
-    from kvferry.engine.vllm.weights import write_manifest
+    from kvferry.engine.vllm.start.weights import write_manifest
 
     click.echo(f"wrote {write_manifest(folder)}")
 
@@ -328,7 +328,7 @@ def new_key(tenant: str, name: str, into: Path | None, operator: bool, metrics: 
 
     Gateways that use the file take the key within a second. To end a key, remove its line.
     """
-    from kvferry.gateway import key_file
+    from kvferry.gateway.identity import key_file
 
     file = into or configuration.load().gateway.keys_file
     if file is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from kvferry.config import ClusterConfig
-from kvferry.engine.vllm.weights import has_weights, weights_named, weights_revision
+from kvferry.engine.vllm.start.weights import has_weights, weights_named, weights_revision
 from kvferry.link.protocol import Identity, ServedModel
 from kvferry.model_folder import TOKENIZER_FILES, cache_folder
 

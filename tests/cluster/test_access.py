@@ -21,8 +21,8 @@ from bench.etcd_server import Authority, EtcdServer, find_binary
 from kvferry import config as configuration
 from kvferry.config import MembershipConfig
 from kvferry.errors import ConfigError
-from kvferry.gateway import key_file
-from kvferry.gateway.key_file import new_key
+from kvferry.gateway.identity import key_file
+from kvferry.gateway.identity.key_file import new_key
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.local.authority import make_certificates

@@ -10,7 +10,7 @@ import grpc
 import httpx
 import pytest
 
-from kvferry.gateway.usage_totals import totals
+from kvferry.gateway.usage.usage_totals import totals
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.membership.base import MemberKind
 from kvferry.tenancy.limits import LimitName, Limits

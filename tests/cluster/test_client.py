@@ -34,7 +34,7 @@ from kvferry.client import (
     Unavailable,
 )
 from kvferry.client.errors import failure_of
-from kvferry.gateway.key_file import new_key
+from kvferry.gateway.identity.key_file import new_key
 from kvferry.inference.v1 import inference_pb2 as pb
 from support.waiting import until
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from kvferry import config as configuration
-from kvferry.gateway.access import Access
-from kvferry.gateway.key_file import new_key
+from kvferry.gateway.identity.access import Access
+from kvferry.gateway.identity.key_file import new_key
 from kvferry.inference.v1 import inference_pb2 as pb
 from support.otlp_collector import Collector
 from support.waiting import PATIENCE_S

@@ -21,7 +21,7 @@ from kvferry import config as configuration
 from kvferry.addresses import free_port
 from kvferry.config import GatewayConfig
 from kvferry.errors import ConfigError, InvalidRequest
-from kvferry.gateway.grpc_bodies import read_generate
+from kvferry.gateway.bodies.grpc_bodies import read_generate
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1 import inference_pb2_grpc

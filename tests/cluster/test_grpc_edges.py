@@ -13,11 +13,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvferry.gateway import grpc_health, grpc_messages, grpc_reflection, grpc_server, tls_handshake, unread_answers
+from kvferry.gateway import unread_answers
 from kvferry.gateway.admission import CountedRequest
-from kvferry.gateway.grpc_messages import MessageReads
-from kvferry.gateway.grpc_server import SERVICE
-from kvferry.gateway.key_file import new_key
+from kvferry.gateway.grpc import grpc_health, grpc_messages, grpc_reflection, grpc_server
+from kvferry.gateway.grpc.grpc_messages import MessageReads
+from kvferry.gateway.grpc.grpc_server import SERVICE
+from kvferry.gateway.http import tls_handshake
+from kvferry.gateway.identity.key_file import new_key
 from kvferry.inference.v1 import inference_pb2 as pb
 from support.waiting import PATIENCE_S, SOON_S, until
 

@@ -11,11 +11,12 @@ import httpx
 import pytest
 
 from kvferry.engine.base import RequestId
-from kvferry.gateway import admission, asgi, openai_endpoint
+from kvferry.gateway import admission
 from kvferry.gateway.admission import CountedRequest
+from kvferry.gateway.bodies.openai_bodies import MAX_CHOICES
+from kvferry.gateway.http import asgi, openai_endpoint
+from kvferry.gateway.http.openai_responses import encode
 from kvferry.gateway.lifecycle import GatewayHost
-from kvferry.gateway.openai_bodies import MAX_CHOICES
-from kvferry.gateway.openai_responses import encode
 from kvferry.membership.base import MemberKind
 from support.hostile_inputs import HEAD
 from support.waiting import PATIENCE_S, SOON_S, until

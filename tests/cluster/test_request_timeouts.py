@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from kvferry.gateway.stream_writer import KEEP_ALIVE
+from kvferry.gateway.http.stream_writer import KEEP_ALIVE
 from kvferry.membership.base import MemberKind
 from support.waiting import PATIENCE_S, SOON_S, until
 

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvferry.cli import main
-from kvferry.gateway.usage_totals import totals
+from kvferry.gateway.usage.usage_totals import totals
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.telemetry import TENANT_REQUESTS, TENANT_TOKEN_KINDS, TENANT_TOKENS

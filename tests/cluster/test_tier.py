@@ -16,7 +16,7 @@ import pytest
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
-from kvferry.gateway.key_file import new_key
+from kvferry.gateway.identity.key_file import new_key
 from kvferry.keeper.lifecycle import KeeperHost
 from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind

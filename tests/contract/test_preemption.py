@@ -12,7 +12,7 @@ import pytest
 from bench.live_cluster import MODEL, Cluster, running
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
-from kvferry.gateway.asgi import EXPLAIN_PATH
+from kvferry.gateway.http.asgi import EXPLAIN_PATH
 from kvferry_sim import Faults, SimEngine
 from support.waiting import PATIENCE_S, SOON_S, until
 

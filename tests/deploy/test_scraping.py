@@ -12,8 +12,8 @@ import pytest
 
 from kvferry.config import ClusterConfig, GatewayConfig, MetricsConfig, TlsConfig, WorkerConfig
 from kvferry.errors import PermissionDenied
-from kvferry.gateway.access import Access
-from kvferry.gateway.tenants import Tenants
+from kvferry.gateway.identity.access import Access
+from kvferry.gateway.identity.tenants import Tenants
 from kvferry.link.worker_link import WorkerLink
 from kvferry.metrics_listener import MetricsListener
 from support.chart import helm_check, one, rendering

@@ -1,4 +1,4 @@
-"""engine/vllm/plain_prompts.py gives what vLLM's own renderer gives, token for token and parameter for parameter."""
+"""rendering/plain_prompts.py gives what vLLM's own renderer gives, token for token and parameter for parameter."""
 
 from __future__ import annotations
 
@@ -20,15 +20,21 @@ from tokenizers import Tokenizer
 from kvferry import model_folder
 from kvferry.config import ModelConfig
 from kvferry.engine.base import Asker, CacheSalt, RenderedPrompt, TenantName
-from kvferry.engine.vllm import plain_prompts
-from kvferry.engine.vllm import renderer as vllm_renderer
-from kvferry.engine.vllm.grammars import prepared_schema
-from kvferry.engine.vllm.plain_prompts import CHAT_PROBES, COMPLETION_PROBES, PlainPrompts, Rendered, prompts_of
-from kvferry.engine.vllm.renderer import VllmRenderer
-from kvferry.engine.vllm.structural_tags import SpecialTokens
+from kvferry.engine.vllm.rendering import plain_prompts
+from kvferry.engine.vllm.rendering import renderer as vllm_renderer
+from kvferry.engine.vllm.rendering.grammars import prepared_schema
+from kvferry.engine.vllm.rendering.plain_prompts import (
+    CHAT_PROBES,
+    COMPLETION_PROBES,
+    PlainPrompts,
+    Rendered,
+    prompts_of,
+)
+from kvferry.engine.vllm.rendering.renderer import VllmRenderer
+from kvferry.engine.vllm.rendering.structural_tags import SpecialTokens
 from kvferry.errors import ContextLengthExceeded, InvalidRequest, Overloaded
-from kvferry.gateway.grpc_bodies import read_generate
-from kvferry.gateway.openai_bodies import for_renderer
+from kvferry.gateway.bodies.grpc_bodies import read_generate
+from kvferry.gateway.bodies.openai_bodies import for_renderer
 from kvferry.inference.v1 import inference_pb2 as pb
 from support.waiting import PATIENCE_S, until
 

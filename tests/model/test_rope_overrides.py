@@ -82,7 +82,7 @@ async def test_answers_are_those_of_transformers_with_the_same_rotations(folder:
 
 
 async def test_gateways_have_the_context_of_the_overrides(folder: Path) -> None:
-    from kvferry.engine.vllm.renderer import VllmRenderer
+    from kvferry.engine.vllm.rendering.renderer import VllmRenderer
 
     def make(**values: Any) -> VllmRenderer:
         return VllmRenderer(str(folder), "m", ModelConfig(path=str(folder), **values))
@@ -118,7 +118,7 @@ def test_pages_and_chunks_of_other_rotations_are_others(folder: Path) -> None:
 
 def test_a_base_that_is_not_the_models_is_refused(folder: Path) -> None:
     """vLLM takes the parameters whole: without `rope_theta` it would take 10,000."""
-    from kvferry.engine.vllm.rope_overrides import check_rope_theta
+    from kvferry.engine.vllm.start.rope_overrides import check_rope_theta
 
     def check(theta: float) -> None:
         overrides = {"rope_parameters": {**PARAMETERS, "rope_theta": theta}}

@@ -20,8 +20,8 @@ from kvferry.config import EngineConfig, ModelConfig
 from kvferry.engine.base import AnswerDelta, Continued, EngineRequest, FinishReason, RenderedPrompt, RequestId, Sampling
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.engine.vllm.parsing import Parsers, texts_of
-from kvferry.engine.vllm.renderer import VllmRenderer
-from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator
+from kvferry.engine.vllm.rendering.renderer import VllmRenderer
+from kvferry.engine.vllm.rendering.structured_outputs import StructuredOutputValidator
 from kvferry.errors import ConfigError, EngineError, InvalidRequest
 from support.waiting import PATIENCE_S, until
 

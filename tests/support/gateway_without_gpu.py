@@ -15,7 +15,7 @@ from typing import Any
 
 from kvferry import config as configuration
 from kvferry.engine import fork_process
-from kvferry.engine.vllm.text_model import use_cpu_platform
+from kvferry.engine.vllm.rendering.text_model import use_cpu_platform
 from kvferry.gateway.lifecycle import build_renderer
 from support.child_imports import import_environment
 from support.waiting import PATIENCE_S

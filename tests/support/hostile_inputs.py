@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.gateway.admission import MAX_ANSWER_TOKENS, MAX_LOGPROB_ENTRIES, MAX_STEP_LOGPROB_ENTRIES
-from kvferry.gateway.openai_bodies import (
+from kvferry.gateway.bodies.openai_bodies import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_CHOICES,
@@ -25,7 +25,7 @@ from kvferry.gateway.openai_bodies import (
     MAX_TOOL_CALLS,
     MAX_TOOLS,
 )
-from kvferry.gateway.uvicorn_connection import MAX_HEADERS, MAX_PIPELINED, MAX_URL_BYTES
+from kvferry.gateway.http.uvicorn_connection import MAX_HEADERS, MAX_PIPELINED, MAX_URL_BYTES
 from kvferry.inference.v1 import inference_pb2 as pb
 
 MODEL = "sim-model"

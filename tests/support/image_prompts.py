@@ -73,7 +73,7 @@ def _values(engine: Any) -> dict[str, Any]:
     from vllm import SamplingParams
 
     from bench.tiny_models import IMAGE_TOKEN
-    from kvferry.engine.vllm.image_features import encode_features
+    from kvferry.engine.vllm.rendering.image_features import encode_features
 
     images, values = _images(), {}
     for name, parts in PROMPTS.items():

@@ -11,7 +11,7 @@ from kvferry.config import EngineConfig, ModelConfig
 def vllm_config_of(folder: Path, model: ModelConfig | None = None, engine: EngineConfig | None = None) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from kvferry.engine.vllm.arguments import engine_arguments
+    from kvferry.engine.vllm.start.arguments import engine_arguments
 
     arguments = engine_arguments(
         str(folder),

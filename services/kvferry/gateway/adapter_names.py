@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from kvferry.config import DEFAULT_POOL, AdaptersConfig
 from kvferry.errors import ModelNotFound
+from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.models import Models
-from kvferry.gateway.tenants import Tenant
 
 _MAX_NAMED = 16  # names in an error
 

@@ -14,12 +14,12 @@ from kvferry.config import DEFAULT_POOL, GatewayConfig
 from kvferry.engine.base import RenderedPrompt
 from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded
 from kvferry.gateway.choices import Usage
+from kvferry.gateway.identity.tenant_limits import GatewayLimits
+from kvferry.gateway.identity.tenant_requests import TenantRequests
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.models import Route
 from kvferry.gateway.request_trace import RequestTrace
-from kvferry.gateway.tenant_limits import GatewayLimits
-from kvferry.gateway.tenant_requests import TenantRequests
-from kvferry.gateway.usage_log import UNFINISHED, UsageRecord
+from kvferry.gateway.usage.usage_log import UNFINISHED, UsageRecord
 from kvferry.tracing import Tracing
 
 # Of one answer: choices times `max_tokens`, and these times `top_logprobs` + 1. A whole answer is kept until its end,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 import xxhash
 
-from kvferry.gateway.openai_bodies import ChatBody, CompletionBody
+from kvferry.gateway.bodies.openai_bodies import ChatBody, CompletionBody
 
 # Of a prompt without messages, what decides: a longer prompt of the same beginning is taken for its next turn. One turn
 # of a shorter one may move to the other model, which computes at most so much again.

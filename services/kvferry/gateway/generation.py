@@ -24,10 +24,10 @@ from kvferry.engine.base import (
 )
 from kvferry.errors import EngineError
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
+from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.record_views import record_values
 from kvferry.gateway.request_trace import RequestTrace
-from kvferry.gateway.tenants import Tenant
 from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.link.remote_request import OnOutput, OnText
 from kvferry.router.dispatch import Dispatcher

@@ -24,27 +24,27 @@ from kvferry.engine.base import Renderer, RenderOutcomes
 from kvferry.engine.fork_process import WALL_PER_CPU, ForkProcess, InheritedFile
 from kvferry.engine.forks import ForkLimits
 from kvferry.engine.image_chats import ImageChats, ImageSettings, image_identity
-from kvferry.engine.vllm.chat_template import read_chat_template
-from kvferry.engine.vllm.renderer import VllmRenderer
+from kvferry.engine.vllm.rendering.chat_template import read_chat_template
+from kvferry.engine.vllm.rendering.renderer import VllmRenderer
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.exposition import SpanCounts
 from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import OF_POOL, Admission, Readiness
-from kvferry.gateway.asgi import HttpApp
-from kvferry.gateway.chat_images import ChatImages
-from kvferry.gateway.grpc_requests import Inference
-from kvferry.gateway.grpc_server import GrpcEndpoint
-from kvferry.gateway.identification import Identification
-from kvferry.gateway.image_fetch import ImageFetcher
+from kvferry.gateway.bodies.chat_images import ChatImages
+from kvferry.gateway.bodies.image_fetch import ImageFetcher
+from kvferry.gateway.grpc.grpc_requests import Inference
+from kvferry.gateway.grpc.grpc_server import GrpcEndpoint
+from kvferry.gateway.http.asgi import HttpApp
+from kvferry.gateway.http.openai_endpoint import OpenAI
+from kvferry.gateway.http.tls_handshake import TlsHandshake
+from kvferry.gateway.http.uvicorn_connection import HttpProtocol
+from kvferry.gateway.identity.identification import Identification
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
 from kvferry.gateway.models import Models
-from kvferry.gateway.openai_endpoint import OpenAI
 from kvferry.gateway.prometheus_targets import Targets
 from kvferry.gateway.tls import GatewayTls
-from kvferry.gateway.tls_handshake import TlsHandshake
 from kvferry.gateway.token_timeouts import TokenTimeouts
-from kvferry.gateway.usage_log import UsageLog
-from kvferry.gateway.uvicorn_connection import HttpProtocol
+from kvferry.gateway.usage.usage_log import UsageLog
 from kvferry.http_server import HttpServer
 from kvferry.log_limit import limit_log
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
@@ -78,8 +78,8 @@ MAX_NAMED = 16  # workers in each list of /readyz
 
 # Clients cause what they say: a line per bad request would fill a disk.
 _REQUEST_LOGGERS = (
-    "asyncio", "grpc._cython.cygrpc", "uvicorn.error", "kvferry.gateway.asgi", "kvferry.gateway.grpc_server",
-    "kvferry.gateway.openai_endpoint", "kvferry.router.dispatch",
+    "asyncio", "grpc._cython.cygrpc", "uvicorn.error", "kvferry.gateway.http.asgi", "kvferry.gateway.grpc.grpc_server",
+    "kvferry.gateway.http.openai_endpoint", "kvferry.router.dispatch",
 )  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def _image_chats(
     max_prepared_bytes = images.max_prepared_mib << 20
     settings = ImageSettings(max_pixels=images.max_pixels, max_prepared_bytes=max_prepared_bytes)
     command = [
-        *(sys.executable, "-m", "kvferry.engine.vllm.image_process"),
+        *(sys.executable, "-m", "kvferry.engine.vllm.rendering.image_process"),
         *("--model-folder", model_folder),
         *("--served-name", config.served_name),
         *("--model", model.model_dump_json()),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from kvferry.engine.base import RenderOutcomes
 from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
-from kvferry.gateway.model_uses import ModelUses
-from kvferry.gateway.tenant_uses import TenantUses
+from kvferry.gateway.usage.model_uses import ModelUses
+from kvferry.gateway.usage.tenant_uses import TenantUses
 from kvferry.keeper.volume_state import VolumeState
 from kvferry.router.metrics import RouterMetrics
 from kvferry.telemetry import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.config import ClusterConfig
 from kvferry.errors import NoDecodeWorker
-from kvferry.gateway.tenants import Tenant
+from kvferry.gateway.identity.tenants import Tenant
 
 
 class ModelNames:

@@ -16,8 +16,8 @@ from kvferry.config import DEFAULT_POOL, ClusterConfig, entry_of
 from kvferry.engine.base import RenderedPrompt, Renderer, RenderOutcomes
 from kvferry.errors import InvalidRequest, KvferryError, ModelNotFound, NoDecodeWorker, NotReady
 from kvferry.gateway.canary import diverted_to
+from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.model_names import ModelNames
-from kvferry.gateway.tenants import Tenant
 from kvferry.link.gateway_identity import GatewayIdentity
 from kvferry.link.protocol import Identity
 from kvferry.task_set import TaskSet

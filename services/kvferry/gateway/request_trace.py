@@ -12,7 +12,7 @@ from typing import Any
 
 from kvferry.engine.base import EngineOutput, EngineRequest
 from kvferry.errors import KvferryError
-from kvferry.gateway.openai_bodies import ChatBody, CompletionBody
+from kvferry.gateway.bodies.openai_bodies import ChatBody, CompletionBody
 from kvferry.link.remote_request import OnOutput, OnText
 from kvferry.tracing import TRACEPARENT, TRACESTATE, Attributes, Span, Tracing, error_type
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvferry.engine.vllm.weights import write_manifest
+from kvferry.engine.vllm.start.weights import write_manifest
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model import marker
 from kvferry.hub_model.download import FIRST_PAUSE_S, MAX_FAILURES, Downloads, Pause

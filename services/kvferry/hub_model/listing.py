@@ -18,7 +18,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from kvferry.engine.vllm.weights import MANIFEST
+from kvferry.engine.vllm.start.weights import MANIFEST
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model.marker import MARKER, MAX_FILES
 

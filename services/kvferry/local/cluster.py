@@ -25,8 +25,8 @@ import psutil
 from kvferry import model_folder, plain_yaml, shared_memory
 from kvferry.addresses import free_port, node_address
 from kvferry.config import ClusterConfig, GatewayConfig, parse
-from kvferry.engine.vllm.chat_template import read_chat_template
-from kvferry.engine.vllm.weights import weights_revision
+from kvferry.engine.vllm.rendering.chat_template import read_chat_template
+from kvferry.engine.vllm.start.weights import weights_revision
 from kvferry.errors import ConfigError, LocalError
 from kvferry.local.authority import make_certificates
 from kvferry.local.child import Child, Interrupted, Pace, StartFailed, tail

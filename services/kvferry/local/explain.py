@@ -10,7 +10,7 @@ import httpx
 
 from kvferry.config import ClusterConfig, parse
 from kvferry.errors import LocalError
-from kvferry.gateway.asgi import EXPLAIN_PATH
+from kvferry.gateway.http.asgi import EXPLAIN_PATH
 from kvferry.local.gateway_access import KEY_VARIABLE, context_of, headers_of, url_of
 from kvferry.local.run_folder import RunFolder
 from kvferry.local.status import NotRunning

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 import click
 
 from kvferry import model_folder, plain_yaml
-from kvferry.engine.vllm.model_kinds import ARCHITECTURES
+from kvferry.engine.vllm.start.model_kinds import ARCHITECTURES
 from kvferry.errors import ConfigError, KvferryError
 from kvferry_plan import model_catalogue
 from kvferry_plan.commands import inputs, parameter_count, report

@@ -25,8 +25,8 @@ import msgspec
 from kvferry import model_folder
 from kvferry import quality_report as reports
 from kvferry.config import ClusterConfig
-from kvferry.engine.vllm.arguments import prepare_environment
-from kvferry.engine.vllm.weights import weights_revision
+from kvferry.engine.vllm.start.arguments import prepare_environment
+from kvferry.engine.vllm.start.weights import weights_revision
 from kvferry.errors import ConfigError, LocalError
 from kvferry.pages.geometry.config_json import from_config
 from kvferry.pages.geometry.kv_dtypes import kv_dtype

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kvferry.engine import fork_process
 from kvferry.engine.grammar_checks import LIMITS
-from kvferry.engine.vllm import renderer
+from kvferry.engine.vllm.rendering import renderer
 from kvferry.gateway import lifecycle
 from support.waiting import PATIENCE_S
 

@@ -26,7 +26,7 @@ class TestAsyncLLM:
 
     def test_operators_keep_their_own_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from kvferry.config import EngineConfig
-        from kvferry.engine.vllm.arguments import prepare_environment
+        from kvferry.engine.vllm.start.arguments import prepare_environment
 
         monkeypatch.setattr(os, "environ", {"UCX_TLS": "rc", "OMP_NUM_THREADS": "7"})
         prepare_environment(EngineConfig(threads=3), side_channel_port=1234)

@@ -110,7 +110,7 @@ def test_ten_arguments_reach_the_engines_configuration() -> None:
     ],
 )
 def test_a_value_that_vllm_refuses_is_named_with_its_reason(args: dict[str, Any], words: str) -> None:
-    from kvferry.engine.vllm.argument_parser import parsed
+    from kvferry.engine.vllm.start.argument_parser import parsed
 
     with pytest.raises(ConfigError) as caught:
         parsed(args, {})
@@ -120,7 +120,7 @@ def test_a_value_that_vllm_refuses_is_named_with_its_reason(args: dict[str, Any]
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_vllm_takes_what_is_expected_of_an_argument(name: str) -> None:
-    from kvferry.engine.vllm.argument_parser import parsed
+    from kvferry.engine.vllm.start.argument_parser import parsed
 
     expected, values = EXPECTED[name], [VALUES[name]]
     if isinstance(expected, Whole):
@@ -161,7 +161,7 @@ def test_numbers_with_suffixes_are_those_that_vllm_reads(text: str) -> None:
 )
 def test_a_value_that_vllms_classes_refuse_is_named_by_the_key_it_was_given_by(name: str, value: Any) -> None:
     """Its parser takes it, and its configuration would end the engine's start without a key."""
-    from kvferry.engine.vllm.argument_parser import parsed
+    from kvferry.engine.vllm.start.argument_parser import parsed
 
     with pytest.raises(ConfigError) as caught:
         parsed({"seed": 1, name: value}, {"seed": "engine.args.seed", name: f"decode.engine.args.{name}"})
@@ -184,7 +184,7 @@ def test_a_value_that_vllms_classes_refuse_is_named_by_the_key_it_was_given_by(n
     ],
 )
 def test_what_the_whole_configuration_refuses_names_the_argument(args: dict[str, Any]) -> None:
-    from kvferry.engine.vllm.argument_parser import refusal
+    from kvferry.engine.vllm.start.argument_parser import refusal
 
     (name,) = args
     args = {"watermark": 0.1, **args}
@@ -213,7 +213,7 @@ def test_what_the_whole_configuration_refuses_names_the_argument(args: dict[str,
     ],
 )
 def test_only_arguments_that_an_error_is_about_are_named(text: str, named: list[str]) -> None:
-    from kvferry.engine.vllm.argument_parser import refusal
+    from kvferry.engine.vllm.start.argument_parser import refusal
 
     args = {"seed": 3, "quantization": "awq", "watermark": 0.1, "num_gpu_blocks_override": 5}
     message = refusal(ValueError(text), args, {})
@@ -228,7 +228,7 @@ def test_only_arguments_that_an_error_is_about_are_named(text: str, named: list[
 def test_the_field_that_pydantic_names_is_named_alone() -> None:
     from pydantic import BaseModel, Field, ValidationError
 
-    from kvferry.engine.vllm.argument_parser import refusal
+    from kvferry.engine.vllm.start.argument_parser import refusal
 
     class CacheConfig(BaseModel):
         watermark: float = Field(description="x", lt=1)
@@ -261,7 +261,7 @@ async def test_the_start_of_an_engine_ends_with_the_key() -> None:
 
 
 def test_an_error_that_names_no_argument_has_the_keys_of_all() -> None:
-    from kvferry.engine.vllm.argument_parser import refusal
+    from kvferry.engine.vllm.start.argument_parser import refusal
 
     args: dict[str, Any] = dict.fromkeys(map(str, range(64)), 1)
     message = refusal(RuntimeError("Engine core initialization failed. " * 100), args, {"0": "decode.engine.args.0"})
@@ -285,7 +285,7 @@ def test_an_error_that_names_no_argument_has_the_keys_of_all() -> None:
 def test_an_engine_does_not_start_with_what_would_end_it_later(
     args: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    from kvferry.engine.vllm.start_checks import why_not_startable
+    from kvferry.engine.vllm.start.start_checks import why_not_startable
 
     (tmp_path / "node0").mkdir()
     engine = EngineConfig(args=args, max_num_batched_tokens=2048)
@@ -295,7 +295,7 @@ def test_an_engine_does_not_start_with_what_would_end_it_later(
 
 
 def test_a_variable_that_vllm_does_not_know_is_named() -> None:
-    from kvferry.engine.vllm.argument_parser import check_variables
+    from kvferry.engine.vllm.start.argument_parser import check_variables
 
     check_variables(dict.fromkeys(FREE_VARIABLES, "1"))
     with pytest.raises(ConfigError, match=r"engine\.env\.VLLM_LOGING_LEVEL.*did you mean VLLM_LOGGING_LEVEL"):
@@ -308,7 +308,7 @@ def test_the_printed_command_line_is_one_that_vllm_parses() -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from kvferry.engine.vllm.command_line import command_line
+    from kvferry.engine.vllm.start.command_line import command_line
 
     config = configuration.parse(
         {

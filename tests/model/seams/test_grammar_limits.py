@@ -43,7 +43,7 @@ def made(kind: str, spec: str) -> tuple[Any, Any]:
     from vllm.v1.structured_output.backend_guidance import GuidanceBackend
     from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-    from kvferry.engine.vllm.structured_outputs import structured_outputs_config
+    from kvferry.engine.vllm.rendering.structured_outputs import structured_outputs_config
 
     folder = str(model_folder.resolve("default"))
     model = ModelConfig(model=folder, tokenizer=folder)

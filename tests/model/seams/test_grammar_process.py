@@ -1,4 +1,4 @@
-"""engine/grammar_process.py and engine/vllm/grammars.py: what passes, what is refused, and what answers can be."""
+"""grammar_process.py and rendering/grammars.py: what passes, what is refused, and what answers can be."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvferry import config as configuration
 from kvferry import model_folder
 from kvferry.engine.base import Asker, CacheSalt, TenantName
 from kvferry.engine.grammar_checks import GrammarChecks
-from kvferry.engine.vllm.grammars import grammar_of, prepared_schema
-from kvferry.engine.vllm.renderer import VllmRenderer
-from kvferry.engine.vllm.structural_tags import SpecialTokens
+from kvferry.engine.vllm.rendering.grammars import grammar_of, prepared_schema
+from kvferry.engine.vllm.rendering.renderer import VllmRenderer
+from kvferry.engine.vllm.rendering.structural_tags import SpecialTokens
 from kvferry.errors import InvalidRequest
 from kvferry.gateway.lifecycle import build_renderer
 from support.grammar_walks import GrammarWalker

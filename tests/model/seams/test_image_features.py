@@ -1,4 +1,4 @@
-"""engine/vllm/image_features.py and engine/vllm/image_models.py"""
+"""engine/vllm/rendering/image_features.py and engine/vllm/image_models.py"""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def item(num_tiles: int = 2, **changes: Any) -> Any:
 
 
 def encoded(**changes: Any) -> bytes:
-    from kvferry.engine.vllm.image_features import encode_features
+    from kvferry.engine.vllm.rendering.image_features import encode_features
 
     return encode_features(item(**changes))
 
 
 def decoded(raw: bytes) -> Any:
-    from kvferry.engine.vllm.image_features import decode_features
+    from kvferry.engine.vllm.rendering.image_features import decode_features
 
     return decode_features(raw)
 
@@ -99,7 +99,7 @@ def test_vllm_joins_decoded_images_of_several_requests() -> None:
 
 
 def test_an_image_too_large_is_refused_by_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.engine.vllm import image_features
+    from kvferry.engine.vllm.rendering import image_features
 
     raw = encoded()
     monkeypatch.setattr(image_features, "MAX_FEATURES_BYTES", len(raw))
@@ -207,7 +207,7 @@ def test_features_that_would_end_an_engine_are_refused(changes: dict[str, Any], 
 
 def test_every_image_architecture_has_its_check_and_others_take_no_images() -> None:
     from kvferry.engine.vllm.image_models import CHECKS, image_prompt
-    from kvferry.engine.vllm.model_kinds import IMAGE_ARCHITECTURES
+    from kvferry.engine.vllm.start.model_kinds import IMAGE_ARCHITECTURES
 
     assert CHECKS.keys() == IMAGE_ARCHITECTURES
     request = EngineRequest(RequestId("r"), [9, 1], Sampling(max_tokens=1), images=(PromptImage("digest", 0, 1, b"x"),))

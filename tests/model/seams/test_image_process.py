@@ -1,4 +1,4 @@
-"""engine/vllm/image_process.py: chats with images as vLLM renders them, and images that are no images."""
+"""engine/vllm/rendering/image_process.py: chats with images as vLLM renders them, and images that are no images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvferry import model_folder
 from kvferry.config import ModelConfig
 from kvferry.engine.base import ANYBODY, CacheSalt, ChatImage, RenderedPrompt
 from kvferry.engine.image_chats import AskedImage, ImageChat, ImageChats, RefusedChat
-from kvferry.engine.vllm.renderer import VllmRenderer
+from kvferry.engine.vllm.rendering.renderer import VllmRenderer
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from kvferry.gateway.lifecycle import build_renderer
 from support.waiting import until
@@ -137,7 +137,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 async def test_tokens_places_and_features_are_vllms(renderer: VllmRenderer, name: str) -> None:
-    from kvferry.engine.vllm.image_features import decode_features
+    from kvferry.engine.vllm.rendering.image_features import decode_features
 
     files = (FORMATS[name], FORMATS["png"])
     token_ids, places, items = await by_vllm(renderer, *files)
@@ -288,7 +288,7 @@ async def test_hostile_files_cost_their_request_alone(renderer: VllmRenderer, ch
 def of_failing_processor(cause: Exception) -> Any:
     """Return an ImagePrompts whose processor raises `cause`, as vLLM tells it."""
     from kvferry.engine.image_chats import ImageSettings
-    from kvferry.engine.vllm.image_process import ImagePrompts
+    from kvferry.engine.vllm.rendering.image_process import ImagePrompts
 
     async def chat(_: Any) -> None:
         try:

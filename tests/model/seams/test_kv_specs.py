@@ -308,7 +308,7 @@ def test_ranks_take_what_geometry_says(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engines_pages_are_described_by_what_they_take(name: str, ranks: int, tmp_path: Path) -> None:
     """`EngineInfo.page_bytes` and `pool_bytes`: once two sides of all heads, whatever the layers were."""
-    from kvferry.engine.vllm.arguments import page_sizes
+    from kvferry.engine.vllm.start.arguments import page_sizes
 
     config = tiny_config(name, tmp_path)
     with built_model(config, tensor_parallel_size=ranks, dtype="float32", block_size=BLOCK_SIZE) as vllm_config:

@@ -1,4 +1,4 @@
-"""engine/vllm/structural_tags.py: grammars for llguidance mean what the tags of vLLM's parsers mean to xgrammar."""
+"""rendering/structural_tags.py: grammars for llguidance mean what the tags of vLLM's parsers mean to xgrammar."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.engine.vllm import structural_tags
-from kvferry.engine.vllm.grammars import prepared_schema, special_tokens_of
-from kvferry.engine.vllm.structural_tags import SpecialTokens, lark_of
+from kvferry.engine.vllm.rendering import structural_tags
+from kvferry.engine.vllm.rendering.grammars import prepared_schema, special_tokens_of
+from kvferry.engine.vllm.rendering.structural_tags import SpecialTokens, lark_of
 from kvferry.errors import InvalidRequest
 from support.grammar_walks import GrammarWalker
 

@@ -1,4 +1,4 @@
-"""engine/vllm/structured_outputs.py"""
+"""engine/vllm/rendering/structured_outputs.py"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def processor() -> Any:
     from transformers import AutoTokenizer
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from kvferry.engine.vllm.structured_outputs import structured_outputs_config
+    from kvferry.engine.vllm.rendering.structured_outputs import structured_outputs_config
 
     made = InputProcessor.__new__(InputProcessor)
     made.model_config = SimpleNamespace(is_diffusion=False)
@@ -32,7 +32,7 @@ class TestStructuredOutputs:
     async def test_validation_runs_in_a_thread_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-        from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator
+        from kvferry.engine.vllm.rendering.structured_outputs import StructuredOutputValidator
 
         threads: list[str] = []
         validate = SamplingParams._validate_structured_outputs

@@ -1,4 +1,4 @@
-"""engine/vllm/template_check.py: chat templates that fail for every message do not let a gateway start."""
+"""engine/vllm/rendering/template_check.py: chat templates that fail for every message do not let a gateway start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG_LOOP = "{% for number in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 @pytest.fixture(scope="module")
 def online() -> Any:
-    from kvferry.engine.vllm.vllm_prompts import VllmPrompts
+    from kvferry.engine.vllm.rendering.vllm_prompts import VllmPrompts
 
     return VllmPrompts(str(model_folder.resolve("default")), "m", ModelConfig()).online
 
@@ -49,7 +49,7 @@ def with_template(online: Any) -> Iterator[Any]:
     ],
 )
 def test_a_template_that_fails_for_every_message_is_refused(with_template: Any, template: str, words: str) -> None:
-    from kvferry.engine.vllm.template_check import check_template
+    from kvferry.engine.vllm.rendering.template_check import check_template
 
     with_template.chat_template = template
     file = Path("/etc/templates/chat.jinja")
@@ -70,7 +70,7 @@ def test_a_template_that_fails_for_every_message_is_refused(with_template: Any, 
     ],
 )
 def test_a_template_may_refuse_some_messages(with_template: Any, template: str) -> None:
-    from kvferry.engine.vllm.template_check import check_template
+    from kvferry.engine.vllm.rendering.template_check import check_template
 
     with_template.chat_template = template
     check_template(with_template, ModelConfig(), LIMITS)
@@ -80,7 +80,7 @@ def test_a_template_may_refuse_some_messages(with_template: Any, template: str) 
 def test_a_template_that_refuses_ordinary_messages_by_itself_is_told_of(
     with_template: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvferry.engine.vllm.template_check import check_template
+    from kvferry.engine.vllm.rendering.template_check import check_template
 
     with_template.chat_template = "{{ raise_exception(" + reason + ") }}{{ messages }}"
     check_template(with_template, ModelConfig(chat_template=Path("/etc/chat.jinja")), LIMITS)
@@ -91,7 +91,7 @@ def test_a_template_that_refuses_ordinary_messages_by_itself_is_told_of(
 
 
 def test_the_check_takes_less_than_a_third_of_a_second_of_cpu_time(online: Any) -> None:
-    from kvferry.engine.vllm.template_check import check_template
+    from kvferry.engine.vllm.rendering.template_check import check_template
 
     took_s = []
     for _ in range(3):
@@ -102,14 +102,14 @@ def test_the_check_takes_less_than_a_third_of_a_second_of_cpu_time(online: Any) 
 
 
 def test_a_model_without_a_template_starts(with_template: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.engine.vllm.template_check import check_template
+    from kvferry.engine.vllm.rendering.template_check import check_template
 
     monkeypatch.setattr(with_template.renderer.tokenizer, "chat_template", None)
     check_template(with_template, ModelConfig(), LIMITS)
 
 
 def test_a_gateways_renderer_is_not_made_with_such_a_template(tmp_path: Path) -> None:
-    from kvferry.engine.vllm.vllm_prompts import VllmPrompts
+    from kvferry.engine.vllm.rendering.vllm_prompts import VllmPrompts
 
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages[7].content.text }}")
@@ -118,7 +118,7 @@ def test_a_gateways_renderer_is_not_made_with_such_a_template(tmp_path: Path) ->
 
 
 async def test_a_chat_with_a_model_that_has_no_template_is_refused_with_the_key(tmp_path: Path) -> None:
-    from kvferry.engine.vllm.vllm_prompts import VllmPrompts
+    from kvferry.engine.vllm.rendering.vllm_prompts import VllmPrompts
 
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_folder.resolve("default") / name, tmp_path / name)

@@ -42,8 +42,8 @@ class Tier:
     def __init__(self, capacity: int = CAPACITY, policy: str = "TenantCachePolicy") -> None:
         from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-        from kvferry.engine.vllm.arguments import CPU_POLICY_MODULE
         from kvferry.engine.vllm.plugins.tenant_policy import keep_contracts
+        from kvferry.engine.vllm.start.arguments import CPU_POLICY_MODULE
 
         self.manager = CPUOffloadingManager(capacity, policy, CPU_POLICY_MODULE)
         keep_contracts(self.manager)

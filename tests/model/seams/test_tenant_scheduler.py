@@ -14,7 +14,7 @@ import pytest
 from msgspec import structs
 
 from kvferry.engine.base import NewFloors, TierHints
-from kvferry.engine.vllm.arguments import ADAPTER_SCHEDULER, TENANT_SCHEDULER
+from kvferry.engine.vllm.start.arguments import ADAPTER_SCHEDULER, TENANT_SCHEDULER
 from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.pool_pages import PoolPages

@@ -1,4 +1,4 @@
-"""engine/vllm/text_model.py, engine/vllm/renderer.py: a gateway of the GPU image on a node without a GPU
+"""rendering/text_model.py, rendering/renderer.py: a gateway of the GPU image on a node without a GPU
 
 Its folder has the tokenizer and the configuration, and no weights.
 """

@@ -1,4 +1,4 @@
-"""engine/vllm/tokenizer_words.py"""
+"""engine/vllm/rendering/tokenizer_words.py"""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tokenizers.models import BPE, Unigram, WordLevel
 
 from kvferry import model_folder
 from kvferry.config import ModelConfig
-from kvferry.engine.vllm.plain_prompts import copy_of
-from kvferry.engine.vllm.tokenizer_words import keep_no_words_of_clients, keep_none_in, keep_none_in_copies
+from kvferry.engine.vllm.rendering.plain_prompts import copy_of
+from kvferry.engine.vllm.rendering.tokenizer_words import keep_no_words_of_clients, keep_none_in, keep_none_in_copies
 
 pytestmark = pytest.mark.vllm
 FOLDER = str(model_folder.resolve("default"))
@@ -82,7 +82,7 @@ def test_copies_keep_no_words_and_are_equal_otherwise() -> None:
 
 
 def test_the_tokenizers_of_a_renderer_keep_no_words() -> None:
-    from kvferry.engine.vllm.vllm_prompts import VllmPrompts
+    from kvferry.engine.vllm.rendering.vllm_prompts import VllmPrompts
 
     tokenizer = VllmPrompts(FOLDER, "m", ModelConfig()).online.renderer.get_tokenizer()
     # vLLM lends one of its copies to each call.

@@ -18,8 +18,8 @@ from kvferry import model_folder
 from kvferry.config import EngineConfig, ModelConfig
 from kvferry.engine.base import EngineRequest, RequestId, Sampling
 from kvferry.engine.vllm.engine import VllmEngine
-from kvferry.engine.vllm.renderer import MOST_CHARS_AT_ONCE, VllmRenderer
-from kvferry.engine.vllm.vocabulary import Vocabulary
+from kvferry.engine.vllm.rendering.renderer import MOST_CHARS_AT_ONCE, VllmRenderer
+from kvferry.engine.vllm.rendering.vocabulary import Vocabulary
 from kvferry.errors import InvalidRequest
 
 pytestmark = pytest.mark.vllm

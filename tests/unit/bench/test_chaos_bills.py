@@ -16,7 +16,7 @@ from bench.chaos.receipts import Ending, Receipt
 from bench.chaos.work import Attempt, End, WorkFile, read_attempts
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, PromptSources, RequestId, Sampling, Turn
 from kvferry.errors import EngineDead
-from kvferry.gateway.usage_log import UsageRecord
+from kvferry.gateway.usage.usage_log import UsageRecord
 
 URL, ACME = "http://127.0.0.1:1", "acme"
 NUM_PROMPT = 100

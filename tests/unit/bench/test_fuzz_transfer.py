@@ -11,8 +11,8 @@ from rich.progress import Progress
 from bench import fuzz_transfer
 from bench.results import BenchFailed, Results
 from kvferry.engine.base import EngineOutput, EngineRequest
-from kvferry.engine.vllm import arguments as engine_arguments
 from kvferry.engine.vllm import engine as vllm_engine
+from kvferry.engine.vllm.start import arguments as engine_arguments
 from kvferry.errors import EngineDead
 
 

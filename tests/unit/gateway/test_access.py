@@ -11,10 +11,10 @@ import pytest
 from kvferry.config import GatewayConfig, ServerTlsConfig
 from kvferry.engine.base import TierHints
 from kvferry.errors import ConfigError, NotReady, PermissionDenied, Unauthenticated
-from kvferry.gateway.access import Access
-from kvferry.gateway.key_file import KeyFile, new_key
-from kvferry.gateway.tenant_directory import TenantDirectory
-from kvferry.gateway.tenants import DEFAULT_TENANT, Tenant, Tenants
+from kvferry.gateway.identity.access import Access
+from kvferry.gateway.identity.key_file import KeyFile, new_key
+from kvferry.gateway.identity.tenant_directory import TenantDirectory
+from kvferry.gateway.identity.tenants import DEFAULT_TENANT, Tenant, Tenants
 from kvferry.membership.base import RecordChanged, Records
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.records import KeyRecord, TenantRecord, encode

@@ -13,8 +13,8 @@ from kvferry import config as configuration
 from kvferry.config import MAX_ADAPTERS
 from kvferry.errors import ModelNotFound, NoDecodeWorker
 from kvferry.gateway.adapter_names import AdapterNames
+from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.models import Models
-from kvferry.gateway.tenants import Tenant
 from kvferry.link.protocol import Identity
 from kvferry_sim import SimRenderer
 

@@ -18,8 +18,8 @@ from kvferry.gateway.admission import (
     Claim,
     Readiness,
 )
+from kvferry.gateway.identity.tenant_requests import TenantRequests
 from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.tenant_requests import TenantRequests
 
 
 def admission(**values: int) -> Admission:

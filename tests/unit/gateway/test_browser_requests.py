@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import InvalidRequest, PermissionDenied, UnsupportedMediaType
-from kvferry.gateway.browser_requests import require_host, require_json, require_local_page
+from kvferry.gateway.http.browser_requests import require_host, require_json, require_local_page
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.gateway.bodies.openai_bodies import chat_of, completion_of
 from kvferry.gateway.canary import MESSAGES_CHARS, PREFIX_CHARS, PREFIX_TOKENS, beginning_of, diverted_to
-from kvferry.gateway.openai_bodies import chat_of, completion_of
 
 
 def chosen(canary: dict[str, float], num: int = 4000, tenant: str = "t") -> Counter[str]:

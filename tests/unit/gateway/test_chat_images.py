@@ -12,11 +12,11 @@ from kvferry.config import GatewayConfig, ImagesConfig
 from kvferry.engine.base import PromptImage, RenderedPrompt, Sampling
 from kvferry.errors import InvalidRequest, KvferryError, Overloaded, TenantLimited, TenantOverloaded
 from kvferry.gateway.admission import Admission, Claim, Readiness
-from kvferry.gateway.chat_images import ChatImages
+from kvferry.gateway.bodies.chat_images import ChatImages
+from kvferry.gateway.bodies.openai_bodies import MAX_PARTS, chat_of, for_renderer
+from kvferry.gateway.identity.tenant_limits import GatewayLimits
+from kvferry.gateway.identity.tenant_requests import TenantRequests
 from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.openai_bodies import MAX_PARTS, chat_of, for_renderer
-from kvferry.gateway.tenant_limits import GatewayLimits
-from kvferry.gateway.tenant_requests import TenantRequests
 from kvferry.tenancy.limits import LimitName, Limits
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)

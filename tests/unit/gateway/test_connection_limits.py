@@ -11,7 +11,7 @@ from support.child_imports import import_environment
 
 PROGRAM = """
 import logging, resource, sys
-from kvferry.gateway.connection_limits import raise_descriptor_limit
+from kvferry.gateway.http.connection_limits import raise_descriptor_limit
 logging.basicConfig(stream=sys.stdout)
 soft, hard = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from kvferry.gateway import grpc_connections
-from kvferry.gateway.grpc_connections import ConnectionEnder, end_connections
+from kvferry.gateway.grpc import grpc_connections
+from kvferry.gateway.grpc.grpc_connections import ConnectionEnder, end_connections
 from support.waiting import until
 
 

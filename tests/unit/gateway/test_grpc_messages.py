@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from kvferry.errors import BodyTimeout, InvalidRequest, Overloaded
-from kvferry.gateway import grpc_messages
-from kvferry.gateway.grpc_messages import MessageReads
+from kvferry.gateway.grpc import grpc_messages
+from kvferry.gateway.grpc.grpc_messages import MessageReads
 from support.waiting import until
 
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.gateway import grpc_texts
-from kvferry.gateway.grpc_bodies import read_generate, read_tokenize
-from kvferry.gateway.grpc_texts import contents_of, text_of
+from kvferry.gateway.bodies import grpc_texts
+from kvferry.gateway.bodies.grpc_bodies import read_generate, read_tokenize
+from kvferry.gateway.bodies.grpc_texts import contents_of, text_of
 from kvferry.inference.v1 import inference_pb2 as pb
 
 TEXTS = st.text(st.sampled_from("aé漢😀\x00"), max_size=12)

@@ -15,11 +15,11 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from kvferry.config import GatewayConfig, JwtConfig
 from kvferry.errors import ConfigError, KvferryError, NotReady, TenantLimited, Unauthenticated
-from kvferry.gateway import identification as identification_module
-from kvferry.gateway import tenants
-from kvferry.gateway.identification import Identification
-from kvferry.gateway.key_file import new_key
-from kvferry.gateway.tenants import DEFAULT_TENANT, SECRET_RECORD, Tenant
+from kvferry.gateway.identity import identification as identification_module
+from kvferry.gateway.identity import tenants
+from kvferry.gateway.identity.identification import Identification
+from kvferry.gateway.identity.key_file import new_key
+from kvferry.gateway.identity.tenants import DEFAULT_TENANT, SECRET_RECORD, Tenant
 from kvferry.membership.base import RecordStore
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.limits import Limits

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import InvalidRequest
-from kvferry.gateway import json_text
-from kvferry.gateway.json_text import decode_json, object_of, surrogate_fault
-from kvferry.gateway.json_values import MAX_VALUES
-from kvferry.gateway.long_texts import LONG_BYTES
+from kvferry.gateway.bodies import json_text
+from kvferry.gateway.bodies.json_text import decode_json, object_of, surrogate_fault
+from kvferry.gateway.bodies.json_values import MAX_VALUES
+from kvferry.gateway.bodies.long_texts import LONG_BYTES
 
 
 @pytest.mark.parametrize("num_before", range(16))

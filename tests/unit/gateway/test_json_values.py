@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import InvalidRequest
-from kvferry.gateway import json_values
-from kvferry.gateway.grpc_bodies import read_generate
-from kvferry.gateway.json_values import (
+from kvferry.gateway.bodies import json_values
+from kvferry.gateway.bodies.grpc_bodies import read_generate
+from kvferry.gateway.bodies.json_values import (
     MAX_BACKSLASHES,
     MAX_NUMBER_CHARS,
     MAX_VALUES,
@@ -18,7 +18,7 @@ from kvferry.gateway.json_values import (
     check_num_values,
     num_values_at_most,
 )
-from kvferry.gateway.openai_bodies import read_chat, read_completion
+from kvferry.gateway.bodies.openai_bodies import read_chat, read_completion
 from kvferry.inference.v1 import inference_pb2 as pb
 
 MOST = 1000

@@ -20,10 +20,10 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from kvferry.config import GatewayConfig, JwtConfig
 from kvferry.errors import ConfigError, PermissionDenied, Unauthenticated
-from kvferry.gateway import jwt_tokens
-from kvferry.gateway.access import Access
-from kvferry.gateway.jwt_tokens import MAX_JWKS_BYTES, MAX_TOKEN_CHARS, JwtTokens, read_jwks
-from kvferry.gateway.tenants import Tenant, Tenants
+from kvferry.gateway.identity import jwt_tokens
+from kvferry.gateway.identity.access import Access
+from kvferry.gateway.identity.jwt_tokens import MAX_JWKS_BYTES, MAX_TOKEN_CHARS, JwtTokens, read_jwks
+from kvferry.gateway.identity.tenants import Tenant, Tenants
 from support.virtual_time import run
 
 ISSUER, AUDIENCE, NOW_S = "https://issuer.example", "kvferry", 2_000_000_000.0

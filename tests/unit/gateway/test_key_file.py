@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from kvferry.errors import ConfigError
-from kvferry.gateway import key_file
-from kvferry.gateway.key_file import LOOK_INTERVAL_S, READ_AT_ONCE_BYTES, ApiKey, KeyFile, new_key, read_keys
+from kvferry.gateway.identity import key_file
+from kvferry.gateway.identity.key_file import LOOK_INTERVAL_S, READ_AT_ONCE_BYTES, ApiKey, KeyFile, new_key, read_keys
 from support.waiting import wait_until
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.gateway import long_texts
-from kvferry.gateway.json_text import decode_json
-from kvferry.gateway.long_texts import SLICE_BYTES, SLICES_AT_ONCE, decode_in_steps
-from kvferry.gateway.openai_bodies import read_chat, read_completion
+from kvferry.gateway.bodies import long_texts
+from kvferry.gateway.bodies.json_text import decode_json
+from kvferry.gateway.bodies.long_texts import SLICE_BYTES, SLICES_AT_ONCE, decode_in_steps
+from kvferry.gateway.bodies.openai_bodies import read_chat, read_completion
 
 # As they stand in JSON.
 FRAGMENTS = [

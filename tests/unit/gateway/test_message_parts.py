@@ -1,4 +1,4 @@
-"""gateway/message_parts.py: one sentence for each wrong part of a chat's message."""
+"""gateway/bodies/message_parts.py: one sentence for each wrong part of a chat's message."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import InvalidRequest
-from kvferry.gateway.message_parts import check_part
-from kvferry.gateway.openai_bodies import read_chat
+from kvferry.gateway.bodies.message_parts import check_part
+from kvferry.gateway.bodies.openai_bodies import read_chat
 
 WHERE = "messages[0].content[1]"
 URL = {"url": "data:image/png;base64,AAAA"}

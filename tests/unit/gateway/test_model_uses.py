@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from kvferry.gateway import model_uses
-from kvferry.gateway.model_uses import ModelUses
-from kvferry.gateway.usage_log import UsageRecord
+from kvferry.gateway.usage import model_uses
+from kvferry.gateway.usage.model_uses import ModelUses
+from kvferry.gateway.usage.usage_log import UsageRecord
 from kvferry.telemetry import MODEL_FIRST_TOKEN, MODEL_READY, MODEL_REQUESTS, MODEL_TOKENS
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import MAX_ERROR_BYTES, MAX_PARAM_BYTES, InvalidRequest
-from kvferry.gateway.openai_bodies import (
+from kvferry.gateway.bodies.openai_bodies import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_CACHE_SALT_CHARS,

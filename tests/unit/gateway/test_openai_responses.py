@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.engine.base import EngineOutput, FinishReason, TokenLogprob
 from kvferry.errors import InvalidRequest, NoDecodeWorker
-from kvferry.gateway.openai_responses import (
+from kvferry.gateway.http.openai_responses import (
     ENCODED_AT_ONCE,
     JOINED_AT_ONCE,
     ChatFormat,

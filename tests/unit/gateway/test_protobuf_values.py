@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from kvferry.errors import InvalidRequest
-from kvferry.gateway.json_values import UNCOUNTED_BYTES
-from kvferry.gateway.protobuf_values import check_num_values
+from kvferry.gateway.bodies.json_values import UNCOUNTED_BYTES
+from kvferry.gateway.bodies.protobuf_values import check_num_values
 from kvferry.inference.v1 import inference_pb2 as pb
 
 MOST = 40_000

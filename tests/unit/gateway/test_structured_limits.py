@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvferry.errors import InvalidRequest
-from kvferry.gateway import structured_limits
-from kvferry.gateway.openai_bodies import read_chat
-from kvferry.gateway.structured_limits import MAX_NESTING, MAX_SPEC_BYTES
+from kvferry.gateway.bodies import structured_limits
+from kvferry.gateway.bodies.openai_bodies import read_chat
+from kvferry.gateway.bodies.structured_limits import MAX_NESTING, MAX_SPEC_BYTES
 
 
 def body(**changes: Any) -> bytes:

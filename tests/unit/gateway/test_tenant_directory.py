@@ -9,10 +9,10 @@ import hashlib
 import pytest
 
 from kvferry.errors import NotReady, Unauthenticated
-from kvferry.gateway import tenant_directory
-from kvferry.gateway.tenant_directory import TenantDirectory
-from kvferry.gateway.tenant_requests import TenantRequests
-from kvferry.gateway.tenants import SECRET_RECORD, keep_secret, shared_secret
+from kvferry.gateway.identity import tenant_directory
+from kvferry.gateway.identity.tenant_directory import TenantDirectory
+from kvferry.gateway.identity.tenant_requests import TenantRequests
+from kvferry.gateway.identity.tenants import SECRET_RECORD, keep_secret, shared_secret
 from kvferry.membership.base import RecordChange, RecordChanged, Records
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy import records

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from kvferry.gateway import tenant_uses
-from kvferry.gateway.tenant_uses import OTHER, TenantUses
-from kvferry.gateway.usage_log import UsageRecord
+from kvferry.gateway.usage import tenant_uses
+from kvferry.gateway.usage.tenant_uses import OTHER, TenantUses
+from kvferry.gateway.usage.usage_log import UsageRecord
 from kvferry.telemetry import TENANT_REQUESTS, TENANT_TOKENS
 
 

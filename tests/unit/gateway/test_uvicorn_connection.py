@@ -1,4 +1,4 @@
-"""How gateway/uvicorn_connection.py expects uvicorn to work. A failure means that uvicorn changed: look there first."""
+"""How http/uvicorn_connection.py expects uvicorn to work. A failure means that uvicorn changed: look there first."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from kvferry.gateway import uvicorn_connection
-from kvferry.gateway.connection_limits import ConnectionLimits
-from kvferry.gateway.uvicorn_connection import (
+from kvferry.gateway.http import uvicorn_connection
+from kvferry.gateway.http.connection_limits import ConnectionLimits
+from kvferry.gateway.http.uvicorn_connection import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_URL_BYTES,

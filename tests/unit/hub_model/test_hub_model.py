@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.engine.vllm.weights import MANIFEST
+from kvferry.engine.vllm.start.weights import MANIFEST
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model import download, marker
 from kvferry.hub_model import fill as filling

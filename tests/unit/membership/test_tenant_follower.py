@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.gateway.tenant_directory import TenantDirectory
+from kvferry.gateway.identity.tenant_directory import TenantDirectory
 from kvferry.keeper.volume_tenants import VolumeTenants
 from kvferry.membership import tenant_follower
 from kvferry.membership.base import RecordChange, RecordChanged, Records

@@ -13,7 +13,7 @@ import pytest_asyncio
 from kvferry import config as configuration
 from kvferry.engine.base import EngineId, EngineRequest, RequestId, Sampling
 from kvferry.engine.vllm.engine import VllmEngine
-from kvferry.engine.vllm.engine_folder import EngineFolder
+from kvferry.engine.vllm.start.engine_folder import EngineFolder
 from kvferry.errors import EngineDead
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind

@@ -42,10 +42,13 @@ from kvferry.engine.base import (
 )
 from kvferry.engine.fair_turns import FairTurns
 from kvferry.engine.parsing import ParsedAnswer
-from kvferry.engine.vllm import draft_model
 from kvferry.engine.vllm.adapter_folder import stage
 from kvferry.engine.vllm.adapters import Adapters
-from kvferry.engine.vllm.arguments import (
+from kvferry.engine.vllm.rendering.structured_outputs import StructuredOutputValidator, structured_outputs_config
+from kvferry.engine.vllm.rendering.tokenizer_words import keep_none_in, keep_none_in_copies
+from kvferry.engine.vllm.rendering.vocabulary import Vocabulary
+from kvferry.engine.vllm.start import draft_model
+from kvferry.engine.vllm.start.arguments import (
     CONNECTOR_CLASS,
     CONNECTOR_MODULE,
     TIER_CONNECTOR_CLASS,
@@ -57,14 +60,11 @@ from kvferry.engine.vllm.arguments import (
     prepare_environment,
     tier_connector,
 )
-from kvferry.engine.vllm.draft_model import DraftModel
-from kvferry.engine.vllm.engine_folder import EngineFolder
-from kvferry.engine.vllm.rope_overrides import check_rope_theta
-from kvferry.engine.vllm.structured_outputs import StructuredOutputValidator, structured_outputs_config
-from kvferry.engine.vllm.tokenizer_words import keep_none_in, keep_none_in_copies
-from kvferry.engine.vllm.vocabulary import Vocabulary
-from kvferry.engine.vllm.weight_loading import check_load_format
-from kvferry.engine.vllm.weights import weights_revision
+from kvferry.engine.vllm.start.draft_model import DraftModel
+from kvferry.engine.vllm.start.engine_folder import EngineFolder
+from kvferry.engine.vllm.start.rope_overrides import check_rope_theta
+from kvferry.engine.vllm.start.weight_loading import check_load_format
+from kvferry.engine.vllm.start.weights import weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, UnsupportedEngine
 from kvferry.model_folder import cache_folder
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
@@ -181,12 +181,12 @@ class VllmEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from kvferry.engine.vllm.argument_parser import check_variables, refusal
         from kvferry.engine.vllm.continuation import Continuations
-        from kvferry.engine.vllm.model_kinds import why_refused
         from kvferry.engine.vllm.parsing import Parsers, check_names
         from kvferry.engine.vllm.prompt_sources import PromptSourceRecorder
-        from kvferry.engine.vllm.start_checks import why_not_startable
+        from kvferry.engine.vllm.start.argument_parser import check_variables, refusal
+        from kvferry.engine.vllm.start.model_kinds import why_refused
+        from kvferry.engine.vllm.start.start_checks import why_not_startable
         from kvferry.engine.vllm.stat_logger import EngineStatLogger
 
         check_names(self._model)

@@ -11,7 +11,7 @@ from vllm.inputs.engine import mm_input
 from vllm.multimodal.inputs import MultiModalKwargsItem, PlaceholderRange
 
 from kvferry.engine.base import EngineRequest, PromptImage
-from kvferry.engine.vllm.image_features import decode_features
+from kvferry.engine.vllm.rendering.image_features import decode_features
 from kvferry.errors import InvalidRequest
 
 MODALITY = "image"

@@ -23,7 +23,7 @@ from kvferry.engine.base import (
     Sampling,
     TierHints,
 )
-from kvferry.engine.vllm.arguments import tier_connector
+from kvferry.engine.vllm.start.arguments import tier_connector
 from kvferry.keeper.socket_path import socket_path
 from kvferry.pages.keys import pack_tokens, route_keys, seed_of
 from kvferry.residency.index import Tier

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.config import ModelConfig
-from kvferry.engine.vllm.chat_template import MAX_BYTES, read_chat_template
+from kvferry.engine.vllm.rendering.chat_template import MAX_BYTES, read_chat_template
 from kvferry.errors import ConfigError
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.config import EngineConfig
-from kvferry.engine.vllm import draft_model
+from kvferry.engine.vllm.start import draft_model
 from kvferry.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""engine/vllm/engine_folder.py"""
+"""engine/vllm/start/engine_folder.py"""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvferry.engine.vllm.engine_folder import EngineFolder
+from kvferry.engine.vllm.start.engine_folder import EngineFolder
 
 PROGRAM = """
 import signal, sys
 from pathlib import Path
-from kvferry.engine.vllm.engine_folder import EngineFolder
+from kvferry.engine.vllm.start.engine_folder import EngineFolder
 
 folder = EngineFolder(Path(sys.argv[1]))
 (folder.path / "adapters").mkdir()

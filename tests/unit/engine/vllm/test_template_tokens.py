@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.engine.vllm.template_tokens import TemplateTokens, tokens_to_cut_at
+from kvferry.engine.vllm.rendering.template_tokens import TemplateTokens, tokens_to_cut_at
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.engine.vllm import weight_loading
-from kvferry.engine.vllm.weight_loading import check_load_format
+from kvferry.engine.vllm.start import weight_loading
+from kvferry.engine.vllm.start.weight_loading import check_load_format
 from kvferry.errors import ConfigError
 
 KEYS = {"load_format": "models[chat].decode.engine.args.load_format"}

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvferry.cli import main
-from kvferry.engine.vllm import weights
-from kvferry.engine.vllm.weights import MANIFEST, weights_named, weights_revision, write_manifest
+from kvferry.engine.vllm.start import weights
+from kvferry.engine.vllm.start.weights import MANIFEST, weights_named, weights_revision, write_manifest
 from kvferry.errors import ConfigError
 
 

@@ -1,9 +1,9 @@
 """A tokenizer of grammars that keeps no words of clients."""
 
 # llguidance encodes the text that a grammar forces (constants, names of required properties) with a tokenizer of its
-# own, which keeps words (`engine/vllm/tokenizer_words.py`). The time of an answer would tell a tenant which texts the
-# grammars of others force: 25 us of each step for a word of 200 letters. That cache has no switch. It drops no word,
-# and takes none when it is full: so it is filled with words of ours.
+# own, which keeps words (`engine/vllm/rendering/tokenizer_words.py`). The time of an answer would tell a tenant which
+# texts the grammars of others force: 25 us of each step for a word of 200 letters. That cache has no switch. It drops
+# no word, and takes none when it is full: so it is filled with words of ours.
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Chats, prompts, grammars and images become tokens and features, without an engine."""

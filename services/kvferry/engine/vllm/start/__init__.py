@@ -1,0 +1,1 @@
+"""What an engine starts with: arguments, weights, and what is refused."""

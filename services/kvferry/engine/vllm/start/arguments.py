@@ -1,0 +1,275 @@
+"""Arguments and environment of vLLM, NIXL and UCX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from kvferry.config import AdaptersConfig, EngineConfig, ModelConfig, TierConfig
+from kvferry.engine.base import EngineId, EngineInfo
+from kvferry.engine.vllm.start.argument_parser import parsed
+from kvferry.engine.vllm.start.draft_model import DraftModel
+from kvferry.model_folder import cache_folder
+from kvferry.pages.exchange import ARGUMENTS, WEIGHTS
+from kvferry.pages.geometry.config_json import from_config
+from kvferry.vllm_arguments import DRAFT_METHODS, SPECULATION, equal_values
+
+CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.nixl_connector"
+CONNECTOR_CLASS = "KvTransferConnector"
+TIER_CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.tier_connector"
+TIER_CONNECTOR_CLASS = "TierConnector"
+CPU_TIER_MODULE = "kvferry.engine.vllm.plugins.cpu_tier"
+CPU_POLICY_CLASS = "TenantCachePolicy"
+CPU_POLICY_MODULE = "kvferry.engine.vllm.plugins.tenant_policy"
+CPU_TIER_CLASS = "CpuTierSpec"
+ADAPTER_SCHEDULER = "kvferry.engine.vllm.plugins.adapter_turns.adapter_scheduler"
+TENANT_SCHEDULER = "kvferry.engine.vllm.plugins.tenant_scheduler.tenant_scheduler"
+# Batches of KV events that vLLM keeps for replay: more than a subscriber's socket holds (1,000).
+NUM_REPLAYABLE = 2000
+_PRODUCER = "kv_producer"
+RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl_release.ReleaseExtension"
+
+
+def engine_arguments(
+    model_folder: str,
+    model: ModelConfig,
+    engine: EngineConfig,
+    *,
+    kv_transfer: dict[str, Any],
+    events_endpoint: str,
+    replay_endpoint: str,
+    has_tenants: bool = False,
+    adapters: AdaptersConfig = AdaptersConfig(),  # noqa: B008 - frozen
+    draft: DraftModel | None = None,
+    keys: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Raises ConfigError for values of `engine.args` that vLLM refuses. `keys` as for `parsed`."""
+    on_cpu = engine.device == "cpu"
+    scheduler = TENANT_SCHEDULER if has_tenants else ADAPTER_SCHEDULER if adapters.served else None
+    optional: dict[str, Any] = {
+        "max_model_len": model.max_model_len,
+        "hf_overrides": model.hf_overrides.values or None,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        # The engine needs it to apply a grammar where the reasoning ends.
+        "reasoning_parser": model.reasoning_parser or None,
+        "scheduler_cls": scheduler,
+        "scheduling_policy": "priority" if scheduler else None,
+        "gpu_memory_utilization": None if on_cpu else engine.gpu_memory_utilization,
+    }
+    return {
+        "model": model_folder,
+        "tokenizer": model_folder,
+        "dtype": "float32" if on_cpu and model.dtype == "auto" else model.dtype,
+        "trust_remote_code": model.trust_remote_code,
+        "block_size": engine.block_size,
+        "kv_cache_dtype": engine.kv_cache_dtype,
+        "max_num_seqs": engine.max_num_seqs,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "enforce_eager": on_cpu if engine.enforce_eager is None else engine.enforce_eager,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "enable_log_requests": False,
+        # An image comes with its features, or with none where its pages come from another engine; vLLM would look for
+        # the latter in this cache.
+        "mm_processor_cache_gb": 0,
+        "worker_extension_cls": RELEASE_EXTENSION,
+        "kv_transfer_config": kv_transfer,
+        "kv_events_config": {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": events_endpoint,
+            "topic": "kv",
+            "replay_endpoint": replay_endpoint,
+            "buffer_steps": NUM_REPLAYABLE,
+        },
+        **{name: value for name, value in optional.items() if value is not None},
+        **(lora_arguments(adapters) if adapters.served else {}),
+        **_arguments_of_operator(engine, keys, draft, producer=kv_transfer["kv_role"] == _PRODUCER),
+    }
+
+
+def lora_arguments(adapters: AdaptersConfig) -> dict[str, Any]:
+    return {
+        "enable_lora": True,
+        "max_lora_rank": adapters.max_rank,
+        "max_loras": adapters.max_active,
+        "max_cpu_loras": adapters.num_loaded,
+    }
+
+
+def _arguments_of_operator(
+    engine: EngineConfig, keys: Mapping[str, str], draft: DraftModel | None, *, producer: bool
+) -> dict[str, Any]:
+    values, compared = parsed(engine.args, keys), engine.args
+    if draft is not None:
+        values[SPECULATION] = draft.for_engine(values[SPECULATION], producer=producer)
+        compared = {**compared, SPECULATION: draft.for_digest()}
+    if equal := equal_values(compared, engine.env):
+        # Each of vLLM's processes reads it there for the exchange digest; vLLM itself has no use for it here.
+        values["additional_config"] = {ARGUMENTS: equal}
+    return values
+
+
+def kv_transfer_config(
+    engine: EngineConfig, engine_id: EngineId, *, producer: bool, weights: str, tiers: dict[str, Any] | None
+) -> dict[str, Any]:
+    role = _PRODUCER if producer else "kv_consumer"
+    config = nixl_connector(engine, role, weights)
+    if tiers is not None:
+        # NIXL first: if two connectors have a prompt's pages, vLLM asks the first. vLLM adds `engine_id` to each child,
+        # and refuses a second one.
+        config = {
+            "kv_connector": "MultiConnector",
+            "kv_role": role,
+            "kv_connector_extra_config": {"connectors": [config, tiers]},
+        }
+    return {
+        **config,
+        # New on every start: peers never repeat the handshake with an engine id they know, and would silently compute
+        # every prompt of a restarted engine.
+        "engine_id": engine_id,
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+def nixl_connector(engine: EngineConfig, role: str, weights: str) -> dict[str, Any]:
+    on_cpu = engine.device == "cpu"
+    return {
+        "kv_connector": CONNECTOR_CLASS,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": role,
+        "kv_buffer_device": "cpu" if on_cpu else "cuda",
+        "kv_connector_extra_config": {
+            "kv_lease_duration": engine.transfer_lease_s,
+            WEIGHTS: weights,
+            # With the 4 threads that vLLM asks NIXL for, an idle decode engine that had read many descriptors kept
+            # 0.97 of a core busy; without them 0.03.
+            **({"num_threads": 0} if on_cpu else {}),
+        },
+    }
+
+
+def tier_connector(
+    tier: TierConfig,
+    *,
+    keeper_socket: str,
+    volume_pool: str = "",
+    model_name: str,
+    weights_revision: str,
+    has_tenants: bool,
+) -> dict[str, Any]:
+    policy = {"eviction_policy": CPU_POLICY_CLASS, "cache_policy_module_path": CPU_POLICY_MODULE}
+    return {
+        "kv_connector": TIER_CONNECTOR_CLASS,
+        "kv_connector_module_path": TIER_CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": CPU_TIER_CLASS,
+            "spec_module_path": CPU_TIER_MODULE,
+            "cpu_bytes_to_use": cpu_tier_bytes(tier),
+            # A follow-up request sends the answer again.
+            "offload_prompt_only": False,
+            "blocks_per_chunk": tier.blocks_per_chunk,
+            "keeper_socket": keeper_socket,
+            "volume_pool": volume_pool,
+            "load_timeout_s": tier.load_limit_s,
+            "queue_bytes": tier.queue_mib << 20,
+            "model_name": model_name,
+            "weights_revision": weights_revision,
+            **(policy if has_tenants else {}),
+        },
+    }
+
+
+def cpu_tier_bytes(tier: TierConfig) -> int:
+    return int(tier.cpu_gib * (1 << 30)) if tier.enabled else 0
+
+
+def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None:
+    """Set variables of vLLM, NIXL and UCX. An operator's values stay."""
+    values = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if config.device == "cpu":
+        threads = config.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+        values |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
+            # vLLM's own binding would put all engines of this machine on the same cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "UCX_TLS": config.ucx_tls,
+            # Huge pages, where the system has them, make KV pages cheaper to move and read.
+            "THP_MEM_ALLOC_ENABLE": "1",
+            # Keeps compiled code across restarts; the default is a temporary folder.
+            "TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor"),
+        }
+        # Ray sets OMP_NUM_THREADS to a replica's reserved cores, which are not its compute threads.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if config.side_channel_host.startswith("127."):
+            values |= {"UCX_NET_DEVICES": "lo", "VLLM_HOST_IP": config.side_channel_host}
+    os.environ.update(config.env)
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = config.side_channel_host
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel_port)
+
+
+def describe(
+    vllm_config: Any,
+    engine_id: EngineId,
+    model_folder: str,
+    *,
+    weights: str,
+    cpu_bytes: int = 0,
+    adapters: frozenset[str] = frozenset(),
+) -> EngineInfo:
+    from kvferry.engine.vllm.plugins.exchange_fields import exchange_fields, page_dtype, type_name
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    pages = page_sizes(vllm_config)
+    return EngineInfo(
+        engine_id=engine_id,
+        model=model_folder,
+        max_model_len=model.max_model_len,
+        block_size=cache.block_size,
+        page_bytes=pages.page_bytes,
+        num_pages=cache.num_gpu_blocks,
+        kv_cache_dtype=type_name(page_dtype(vllm_config)),
+        num_cpu_pages=cpu_bytes // pages.page_bytes,
+        exchange=exchange_fields(vllm_config, weights=weights),
+        pool_bytes=cache.num_gpu_blocks * pages.block_bytes * parallel.tensor_parallel_size,
+        adapters=adapters,
+    )
+
+
+class PageSizes(NamedTuple):
+    page_bytes: int  # of `block_size` tokens in all layers, over all tensor-parallel ranks
+    block_bytes: int  # of one block id of the engine's pool, on one rank
+
+
+def page_sizes(vllm_config: Any) -> PageSizes:
+    """Return the sizes of pages of a model that is served. Raises ConfigError for a model whose pages are not known."""
+    speculation = vllm_config.speculative_config
+    draft = None if speculation is None else speculation.draft_model_config
+    # A draft model's layers have pages of the same block ids.
+    models = [vllm_config.model_config, *([draft] if draft is not None and speculation.method in DRAFT_METHODS else [])]
+    sizes = [_sizes_of(model, vllm_config) for model in models]
+    return PageSizes(sum(each.page_bytes for each in sizes), sum(each.block_bytes for each in sizes))
+
+
+def _sizes_of(model: Any, vllm_config: Any) -> PageSizes:
+    from kvferry.engine.vllm.plugins.exchange_fields import kv_cache_dtype
+
+    cache, ranks = vllm_config.cache_config, vllm_config.parallel_config.tensor_parallel_size
+    dtype = kv_cache_dtype(vllm_config)
+    config = getattr(model.hf_config, "model", None) or model.hf_config  # vLLM wraps that of an EAGLE head
+    geometry = from_config(config.to_dict(), name=model.architecture)
+    page_bytes = geometry.bytes_per_token(dtype, ranks) * cache.block_size
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        # All layers have one block table, also those with a window.
+        return PageSizes(page_bytes * ranks, page_bytes)
+    pool = geometry.pool(dtype, block_size=cache.block_size, tensor_parallel_size=ranks)
+    return PageSizes(page_bytes * ranks, pool.block_bytes)

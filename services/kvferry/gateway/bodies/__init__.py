@@ -1,0 +1,1 @@
+"""Bodies of requests, over HTTP and gRPC: limits and validation before anything is rendered."""

@@ -1,0 +1,72 @@
+"""How many values a JSON text has, before it is parsed: each takes its time on the event loop, whatever it means."""
+
+# An upper bound is counted first: texts inside may hold commas and brackets. Where that is too much, texts are left
+# out.
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from kvferry.errors import InvalidRequest
+from kvferry.gateway.bodies.json_slices import slices
+
+MAX_VALUES = 50_000  # of a body; parsing takes up to 0.3 us each
+MAX_BACKSLASHES = 2_000_000  # escapes in texts take 7 ns each
+UNCOUNTED_BYTES = 64 << 10  # has at most half as many values
+
+MAX_NUMBER_CHARS = 1024
+
+_SLICE_BYTES = 64 << 10  # of short texts these take a millisecond or two
+
+# A decoder keeps the interpreter for all of a number: 8 MiB of digits take 20 ms. A number that is several times too
+# long shows in every so many bytes, in which digits that follow each other are rare.
+_STRIDE_BYTES = MAX_NUMBER_CHARS
+_PERHAPS_LONG = re.compile(rb"[0-9]{3}")
+_LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MAX_NUMBER_CHARS + 1))
+
+
+async def check_num_values(raw: bytes, max_values: int) -> None:
+    """Raises InvalidRequest for a body with more values, or too many escapes. Gives way to other tasks."""
+    if len(raw) <= UNCOUNTED_BYTES:
+        return
+    num_values = num_backslashes = 0
+    for start in range(0, len(raw), _SLICE_BYTES):
+        end = start + _SLICE_BYTES
+        num_values += num_values_at_most(raw, start, end)
+        num_backslashes += raw.count(b"\\", start, end)
+        await asyncio.sleep(0)
+    if _PERHAPS_LONG.search(raw[::_STRIDE_BYTES]) and await _has_long_number(raw):
+        raise InvalidRequest(f"a number has more than {MAX_NUMBER_CHARS} characters")
+    if num_backslashes > MAX_BACKSLASHES:
+        raise InvalidRequest(f"the body has too many backslashes; at most {MAX_BACKSLASHES} are allowed")
+    if num_values > max_values and await _num_values_outside_texts(raw, max_values) > max_values:
+        raise InvalidRequest(f"the body has too many values; at most {max_values} are allowed")
+
+
+def num_values_at_most(text: bytes, start: int = 0, end: int | None = None) -> int:
+    """Every value but the first follows a comma, an opening bracket or an opening brace (or a key, which does)."""
+    return sum(text.count(character, start, end) for character in (b",", b"[", b"{"))
+
+
+async def _has_long_number(raw: bytes) -> bool:
+    """May miss numbers of less than two slices."""
+    for piece in slices(raw, _SLICE_BYTES):
+        for found in _LONG_NUMBER.finditer(piece.masked):
+            is_in_text = piece.begins_in_text ^ (piece.masked.count(b'"', 0, found.start()) % 2 == 1)
+            if not is_in_text:
+                return True
+        await asyncio.sleep(0)
+    return False
+
+
+async def _num_values_outside_texts(raw: bytes, max_values: int) -> int:
+    """Stops counting somewhere above `max_values`."""
+    num_values = 0
+    for piece in slices(raw, _SLICE_BYTES):
+        parts = piece.masked.split(b'"')
+        num_values += num_values_at_most(b" ".join(parts[1::2] if piece.begins_in_text else parts[::2]))
+        if num_values > max_values:
+            break
+        await asyncio.sleep(0)
+    return num_values

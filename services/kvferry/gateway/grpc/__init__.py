@@ -1,0 +1,1 @@
+"""The endpoint kvferry.inference.v1: connections, calls, health and reflection."""

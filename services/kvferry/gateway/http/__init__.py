@@ -1,0 +1,1 @@
+"""The OpenAI endpoint: connections, requests, answers and streams."""

@@ -1,0 +1,1 @@
+"""Who calls: keys, tokens and certificates become tenants, and what these may have in flight."""

@@ -1,0 +1,1 @@
+"""What tenants and models used: records for bills, sums for metrics."""

@@ -1,0 +1,84 @@
+"""What each tenant used of a gateway, for metrics and usage records."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from kvferry import telemetry
+from kvferry.exposition import Reading
+from kvferry.gateway.usage.usage_log import UsageLog, UsageRecord
+from kvferry.telemetry import TENANT_OUTCOMES, TENANT_TOKEN_KINDS
+from kvferry.tenancy.outcome import OTHER
+
+MAX_NAMED: Final = 200  # tenants with series of their own
+
+
+class TenantUse:
+    __slots__ = ("first_tokens", "first_tokens_s", "gaps", "gaps_s", "requests", "tokens")
+
+    def __init__(self) -> None:
+        self.requests = [0] * len(TENANT_OUTCOMES)
+        self.tokens = [0] * len(TENANT_TOKEN_KINDS)
+        self.first_tokens = self.gaps = 0
+        self.first_tokens_s = self.gaps_s = 0.0
+
+    def add(self, record: UsageRecord, first_token_s: float | None, gap_s: float | None) -> None:
+        self.requests[TENANT_OUTCOMES.index(record.outcome)] += 1
+        tokens = self.tokens
+        tokens[0] += record.prompt_tokens
+        tokens[1] += record.cached_tokens
+        tokens[2] += record.generated_tokens
+        if first_token_s is not None:
+            self.first_tokens += 1
+            self.first_tokens_s += first_token_s
+        if gap_s is not None:
+            self.gaps += 1
+            self.gaps_s += gap_s
+
+    def add_all(self, other: TenantUse) -> None:
+        self.requests = list(map(operator.add, self.requests, other.requests))
+        self.tokens = list(map(operator.add, self.tokens, other.tokens))
+        self.first_tokens += other.first_tokens
+        self.first_tokens_s += other.first_tokens_s
+        self.gaps += other.gaps
+        self.gaps_s += other.gaps_s
+
+
+class TenantUses:
+    def __init__(self) -> None:
+        # Registered tenants have series from the start; where tenants are not registered, all that were seen have one.
+        self.read_registered: Callable[[], Iterable[str]] = tuple
+        self.is_registered: Callable[[str], bool] = lambda name: True
+        self.log: UsageLog | None = None
+        # A name once given stays: counts that came out of the sum, or went into it later, would make it fall.
+        self._by_name = {OTHER: TenantUse()}
+
+    @property
+    def num_lost(self) -> int:
+        return 0 if self.log is None else self.log.num_lost
+
+    def note(self, record: UsageRecord, first_token_s: float | None, gap_s: float | None) -> None:
+        """`gap_s` is the mean time between tokens."""
+        if self.log is not None:
+            self.log.add(record)
+        self._use_of(record.tenant).add(record, first_token_s, gap_s)
+
+    def _use_of(self, tenant: str) -> TenantUse:
+        use = self._by_name.get(tenant)
+        if use is None:
+            has_name = len(self._by_name) <= MAX_NAMED and self.is_registered(tenant)
+            use = self._by_name.setdefault(tenant if has_name else OTHER, TenantUse())
+        return use
+
+    def readings(self) -> Iterator[Reading]:
+        for name in self.read_registered() if len(self._by_name) <= MAX_NAMED else ():
+            self._use_of(name)
+        for name, use in self._by_name.items():
+            for outcome, count in zip(TENANT_OUTCOMES, use.requests, strict=True):
+                yield Reading(telemetry.TENANT_REQUESTS, (name, outcome), count)
+            for kind, count in zip(TENANT_TOKEN_KINDS, use.tokens, strict=True):
+                yield Reading(telemetry.TENANT_TOKENS, (name, kind), count)
+            yield Reading(telemetry.TENANT_FIRST_TOKEN, (name,), use.first_tokens, use.first_tokens_s)
+            yield Reading(telemetry.TENANT_TOKEN_GAP, (name,), use.gaps, use.gaps_s)
