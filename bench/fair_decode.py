@@ -6,7 +6,7 @@ import random
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
-from kvferry.tenancy.slots import DecodeSlots
+from kvferry.tenancy.shares.slots import DecodeSlots
 
 STEP_MS = 10.0
 STREAM_MS = 0.1

@@ -38,8 +38,8 @@ from bench.fair_cluster import (
 from bench.fair_decode import decode
 from bench.fair_schedules import Schedule
 from bench.results import BenchFailed, Results, run_benchmark
-from kvferry.tenancy.fair_queue import FairQueue, QueueParameters
 from kvferry.tenancy.limits import Limits, TenantLimits
+from kvferry.tenancy.shares.fair_queue import FairQueue, QueueParameters
 from kvferry_loadtest.machine import machine_line
 
 Figures = dict[str, Any]

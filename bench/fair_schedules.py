@@ -15,8 +15,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvferry.tenancy.fair_queue import FairQueue, QueueParameters
-from kvferry.tenancy.tenant_queue import Slice
+from kvferry.tenancy.shares.fair_queue import FairQueue, QueueParameters
+from kvferry.tenancy.shares.tenant_queue import Slice
 
 
 @dataclass(eq=False, slots=True)

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
 from bench.fuzz_transfer import FAULTS_VARIABLE
-from kvferry.engine.vllm.plugins.nixl_connector import KvTransferConnector
+from kvferry.engine.vllm.plugins.nixl.nixl_connector import KvTransferConnector
 
 # vLLM reads nothing from an engine whose transfers fail again and again for up to a minute: here that would be always.
 MAX_BACKOFF_S = 0.2

@@ -25,7 +25,7 @@ from kvferry.store import chunk_file, folder, paths
 from kvferry.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S
 from kvferry.store.chunk_file import HEADER_BYTES
 from kvferry.store.direct_io import DirectIo, aligned_buffer
-from kvferry.store.eviction import TenantRetention
+from kvferry.store.index.eviction import TenantRetention
 from kvferry.store.keyring import SecretsKeyring
 from kvferry.store.layout import ChunkId, ChunkKey
 from kvferry.store.volume import Outcome, Volume

@@ -25,9 +25,9 @@ from rich.table import Table
 
 from bench.results import BenchFailed, Results, run_benchmark
 from kvferry.tenancy.contract import TierContract, TierSettings
-from kvferry.tenancy.outcome import Cause, Refusal, Stored, Victim
-from kvferry.tenancy.page import Page
-from kvferry.tenancy.retention import Retention
+from kvferry.tenancy.pages.outcome import Cause, Refusal, Stored, Victim
+from kvferry.tenancy.pages.page import Page
+from kvferry.tenancy.pages.retention import Retention
 from kvferry_loadtest.machine import machine_line
 
 NUM_TENANTS = 64

@@ -30,9 +30,9 @@ from rich.table import Table
 
 from bench.results import Results, run_benchmark
 from kvferry.tenancy.contract import TierContract, TierSettings
-from kvferry.tenancy.outcome import Stored
-from kvferry.tenancy.page import Page
-from kvferry.tenancy.retention import Retention
+from kvferry.tenancy.pages.outcome import Stored
+from kvferry.tenancy.pages.page import Page
+from kvferry.tenancy.pages.retention import Retention
 from kvferry_loadtest.machine import machine_line
 
 TRACE = "mooncake_conversation_trace.jsonl"

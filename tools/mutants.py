@@ -36,15 +36,15 @@ MODULES: dict[str, tuple[str, ...]] = {
     "gateway/identity/identification.py": ("tests/unit/gateway/test_identification.py",),
     "gateway/identity/jwt_tokens.py": ("tests/unit/gateway/test_jwt_tokens.py",),
     "gateway/identity/tenant_directory.py": ("tests/unit/gateway/test_tenant_directory.py",),
-    "keeper/chunk_lender.py": ("tests/unit/keeper/test_chunk_lender.py",),
+    "keeper/remote/chunk_lender.py": ("tests/unit/keeper/test_chunk_lender.py",),
     "link/flow_control.py": ("tests/unit/link/test_flow_control.py",),
     "link/quarantine.py": ("tests/unit/link/test_quarantine.py",),
-    "router/ledger.py": ("tests/unit/router/test_ledger.py",),
+    "router/prices/ledger.py": ("tests/unit/router/test_ledger.py",),
     "store/keyring.py": ("tests/unit/store/test_keyring.py",),
     "store/quarantine.py": ("tests/unit/store/test_quarantine.py",),
     "store/seal_counts.py": ("tests/unit/store/test_sealing_keys.py",),
     "tenancy/limits.py": ("tests/unit/tenancy/test_limits.py",),
-    "tenancy/slots.py": ("tests/unit/tenancy/test_slots.py",),
+    "tenancy/shares/slots.py": ("tests/unit/tenancy/test_slots.py",),
 }
 # Module and function -> the line as a mutant has it ("without: " and the line where it is removed) -> why no test can
 # see the difference.
@@ -73,11 +73,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "link/quarantine.py Quarantine.add": {
         "self._digest_to_end_s.popitem(last=None)": "only its truth counts",
     },
-    "router/ledger.py WorkerAccount.__init__": {
+    "router/prices/ledger.py WorkerAccount.__init__": {
         "self.head_since_s = None  # when the first of `prefills` began": "read only after the first one set it",
         "self.head_since_s = 1.0  # when the first of `prefills` began": "the same",
     },
-    "router/ledger.py Ledger._end_arrival": {
+    "router/prices/ledger.py Ledger._end_arrival": {
         "flight.is_arriving = None": "only its truth counts",
     },
     "store/keyring.py SecretsKeyring._derive": {
@@ -102,19 +102,19 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "store/seal_counts.py _replace": {
         'draft = file.with_suffix(".TMP")': "no reader of counts takes either for one",
     },
-    "tenancy/slots.py _Tenant.__init__": {
+    "tenancy/shares/slots.py _Tenant.__init__": {
         "self._peak = self._peak_before = self._period = 1": "a tenant wants at least one when it is first asked",
     },
-    "tenancy/slots.py DecodeSlots.begin": {
+    "tenancy/shares/slots.py DecodeSlots.begin": {
         'known.streams[stream] = ""': "only its keys are read",
     },
-    "tenancy/slots.py DecodeSlots.check": {
+    "tenancy/shares/slots.py DecodeSlots.check": {
         "assert abs(self._filled - sum(known.filled for known in self._tenants.values())) <= 1e-6": (
             "no sum is wrong by exactly so much"
         ),
         "assert abs(self._seen_weight - sum(known.weight for known in self._tenants.values())) <= 1e-6": "the same",
     },
-    "tenancy/slots.py DecodeSlots._slots_per_weight": {
+    "tenancy/shares/slots.py DecodeSlots._slots_per_weight": {
         "return self.num_slots / self._seen_weight if self._seen_weight > 0 else 1.0": "no tenant has a share of it",
     },
 }

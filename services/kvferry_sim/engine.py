@@ -28,7 +28,7 @@ from kvferry.engine.base import (
 from kvferry.engine.parsing import ParsedAnswer
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
 from kvferry.pages.exchange import PAGE_FORMATS, sorted_fields
-from kvferry.tenancy.outcome import TenantUsage
+from kvferry.tenancy.pages.outcome import TenantUsage
 from kvferry_sim.admission import ticket_of, to_sequence, validate_request
 from kvferry_sim.answer import Answer
 from kvferry_sim.block_pool import PageId

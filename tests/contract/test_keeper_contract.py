@@ -25,10 +25,10 @@ import pytest
 from kvferry.config import TierConfig
 from kvferry.errors import TierError
 from kvferry.keeper import messages
-from kvferry.keeper.breaker import BreakerState
-from kvferry.keeper.client import AWAY
-from kvferry.keeper.failure_cause import Cause
+from kvferry.keeper.engine_client.client import AWAY
 from kvferry.keeper.keeper import Keeper
+from kvferry.keeper.volumes.breaker import BreakerState
+from kvferry.keeper.volumes.failure_cause import Cause
 from kvferry.store.direct_io import Fault, Operation
 from kvferry.store.layout import ChunkId
 from kvferry.store.outcome import Outcome
@@ -176,7 +176,7 @@ async def test_a_keeper_that_is_stopped_hides_its_chunks_and_owns_its_rows(
     tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "SILENCE_S", 1.5)
-    monkeypatch.setattr("kvferry.keeper.client_thread._TICK_S", 0.1)
+    monkeypatch.setattr("kvferry.keeper.engine_client.client_thread._TICK_S", 0.1)
     keeper = KeeperProcess(tmp_path)
     keeper.start()
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.config import TierConfig
-from kvferry.keeper.client import JobDone, KeeperClient
+from kvferry.keeper.engine_client.client import JobDone, KeeperClient
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.socket_path import socket_path
 from kvferry.store.direct_io import DirectIo, Fault, FaultyIo, Operation

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvferry.keeper.client import Region
+from kvferry.keeper.engine_client.client import Region
 from kvferry.store.layout import ChunkKey, ChunkLayout
 
 

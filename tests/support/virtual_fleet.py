@@ -20,8 +20,8 @@ from kvferry.residency.index import ResidencyIndex
 from kvferry.router.placement import Candidate, PlacementRequest
 from kvferry.router.placer import Decision
 from kvferry.router.policy import Measured, PricedPolicy
-from kvferry.router.pricing import NO_VOLUMES
-from kvferry.router.rates import CostDefaults
+from kvferry.router.prices.pricing import NO_VOLUMES
+from kvferry.router.prices.rates import CostDefaults
 
 BLOCK_SIZE = 16
 REPORT_S = 0.05

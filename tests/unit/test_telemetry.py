@@ -13,9 +13,9 @@ from kvferry import telemetry
 from kvferry.engine.base import CachedTokens, FinishReason, PromptSources
 from kvferry.exposition import Exposition, Reading
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
-from kvferry.keeper.breaker import BreakerState
-from kvferry.keeper.failure_cause import Cause
-from kvferry.keeper.volume_state import VolumeState
+from kvferry.keeper.volumes.breaker import BreakerState
+from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.volume_state import VolumeState
 from kvferry.router.placement import Reason
 from kvferry.store.outcome import Outcome
 from kvferry.telemetry import (

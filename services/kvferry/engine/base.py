@@ -18,7 +18,7 @@ from kvferry.errors import InvalidRequest
 from kvferry.pages.exchange import ExchangeFields
 from kvferry.pages.keys import ImageSpan, PageImages, page_salt
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
-from kvferry.tenancy.outcome import TenantUsage
+from kvferry.tenancy.pages.outcome import TenantUsage
 from kvferry.tenancy.terms import EngineTerms
 from kvferry.tracing import TraceContext
 

@@ -53,7 +53,7 @@ from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.placement import why_unequal
 from kvferry.router.policy import Policy, PricedPolicy, RoundRobinPolicy
-from kvferry.router.pricing import VolumeCosts
+from kvferry.router.prices.pricing import VolumeCosts
 from kvferry.router.residency_subscriber import ResidencySubscriber
 from kvferry.router.usage import UsageExchange
 from kvferry.router.volume_pool import VolumePool, keeper_of

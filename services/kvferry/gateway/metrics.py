@@ -11,7 +11,7 @@ from kvferry.engine.base import RenderOutcomes
 from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
 from kvferry.gateway.usage.model_uses import ModelUses
 from kvferry.gateway.usage.tenant_uses import TenantUses
-from kvferry.keeper.volume_state import VolumeState
+from kvferry.keeper.volumes.volume_state import VolumeState
 from kvferry.router.metrics import RouterMetrics
 from kvferry.telemetry import (
     BODY_BYTES_IN_FLIGHT,

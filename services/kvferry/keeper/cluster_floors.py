@@ -13,7 +13,7 @@ from kvferry.membership.floor_reports import FloorReports, reports_in
 from kvferry.store.volume import Volume
 from kvferry.tenancy.floor_demand import FloorDemand
 from kvferry.tenancy.floor_exchange import FloorExchange, FloorReport, Parts, moving_parts
-from kvferry.tenancy.outcome import Cause
+from kvferry.tenancy.pages.outcome import Cause
 from kvferry.tenancy.records import FLOORS
 
 PERIOD_S: Final = 10.0

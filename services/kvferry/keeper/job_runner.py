@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvferry.keeper import messages
-from kvferry.keeper.failure_cause import Cause
-from kvferry.keeper.io_threads import Kind, Operation
 from kvferry.keeper.job_table import Job, JobTable
 from kvferry.keeper.mapped_region import MappedRegion
 from kvferry.keeper.messages import ProtocolError
-from kvferry.keeper.volume_io import VolumeIo
-from kvferry.keeper.volume_set import VolumeSet
+from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.io_threads import Kind, Operation
+from kvferry.keeper.volumes.volume_io import VolumeIo
+from kvferry.keeper.volumes.volume_set import VolumeSet
 from kvferry.store.layout import ChunkId, ChunkKey, ChunkLayout, LayoutDigest
 from kvferry.store.outcome import Outcome
 from kvferry.task_set import TaskSet

@@ -18,8 +18,6 @@ from kvferry.errors import TierError
 from kvferry.keeper import messages
 from kvferry.keeper.engine_listener import EngineListener
 from kvferry.keeper.engine_session import EngineSession
-from kvferry.keeper.failure_cause import Cause
-from kvferry.keeper.io_threads import Kind, Operation
 from kvferry.keeper.job_runner import JobRunner, RemoteChunks
 from kvferry.keeper.job_table import JobTable
 from kvferry.keeper.key_feed import KeyFeed
@@ -27,9 +25,11 @@ from kvferry.keeper.mapped_region import MappedRegion
 from kvferry.keeper.messages import ProtocolError
 from kvferry.keeper.peer_process import PeerProcess
 from kvferry.keeper.socket_path import LOCK, make_private, socket_path
-from kvferry.keeper.volume_feed import Update, VolumeFeed
-from kvferry.keeper.volume_io import VolumeIo, VolumeIoStats
-from kvferry.keeper.volume_set import VolumeSet
+from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.io_threads import Kind, Operation
+from kvferry.keeper.volumes.volume_feed import Update, VolumeFeed
+from kvferry.keeper.volumes.volume_io import VolumeIo, VolumeIoStats
+from kvferry.keeper.volumes.volume_set import VolumeSet
 from kvferry.store import folder
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.outcome import Outcome

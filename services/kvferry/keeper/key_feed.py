@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from kvferry.keeper import messages
 from kvferry.keeper.engine_session import EngineSession
-from kvferry.keeper.volume_set import VolumeSet
+from kvferry.keeper.volumes.volume_set import VolumeSet
 from kvferry.store.layout import ChunkKey, LayoutDigest
 
 # Changes are collected for this long and sent as one message.

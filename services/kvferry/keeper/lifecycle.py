@@ -19,19 +19,19 @@ from kvferry.config import ClusterConfig, VolumeConfig
 from kvferry.errors import TierError
 from kvferry.exposition import SpanCounts
 from kvferry.grpc_options import CHANNEL_OPTIONS
-from kvferry.keeper.chunk_lender import ChunkLender
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.metrics import KeeperMetrics
-from kvferry.keeper.nixl_agent import NixlAgent
-from kvferry.keeper.remote_reader import RemoteReader
+from kvferry.keeper.remote.chunk_lender import ChunkLender
+from kvferry.keeper.remote.nixl_agent import NixlAgent
+from kvferry.keeper.remote.remote_reader import RemoteReader
 from kvferry.keeper.server import KeeperServer
 from kvferry.keeper.volume_tenants import VolumeTenants
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.membership.follower import MemberFollower
 from kvferry.metrics_listener import MetricsListener
 from kvferry.store import folder
-from kvferry.store.eviction import TenantRetention
 from kvferry.store.folder import MAX_WRITER_CHARS
+from kvferry.store.index.eviction import TenantRetention
 from kvferry.store.keyring import SealingKeyFile
 from kvferry.store.volume import Volume
 from kvferry.tracing import Tracing, start_tracing

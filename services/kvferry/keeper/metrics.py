@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvferry import telemetry
 from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
-from kvferry.keeper.chunk_lender import ChunkLender
 from kvferry.keeper.keeper import Keeper
-from kvferry.keeper.remote_reader import RemoteReader
-from kvferry.keeper.volume_io import VolumeIoStats
+from kvferry.keeper.remote.chunk_lender import ChunkLender
+from kvferry.keeper.remote.remote_reader import RemoteReader
+from kvferry.keeper.volumes.volume_io import VolumeIoStats
 from kvferry.telemetry import VERIFICATION_FAILURES, Exporter
 
 _READ = (

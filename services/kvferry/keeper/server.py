@@ -12,9 +12,9 @@ from kvferry import __version__
 from kvferry.addresses import join_host_port
 from kvferry.errors import TierError
 from kvferry.grpc_options import CHANNEL_OPTIONS
-from kvferry.keeper.chunk_lender import ChunkLender
 from kvferry.keeper.keeper import Keeper
-from kvferry.keeper.volume_feed import Update
+from kvferry.keeper.remote.chunk_lender import ChunkLender
+from kvferry.keeper.volumes.volume_feed import Update
 from kvferry.residency.codec import delta_to_wire, part_to_wire
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.store.layout import CHUNK_KEY_BYTES

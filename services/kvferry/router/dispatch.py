@@ -46,7 +46,7 @@ from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement import Placement
 from kvferry.router.placer import Decision
 from kvferry.router.policy import Measured, Policy
-from kvferry.router.pricing import NO_VOLUMES, VolumeCosts
+from kvferry.router.prices.pricing import NO_VOLUMES, VolumeCosts
 from kvferry.router.request_placer import (
     NOT_TRIED,
     Attempt,

@@ -13,10 +13,10 @@ import msgspec
 from kvferry.engine.base import RequestId
 from kvferry.membership.base import MemberId
 from kvferry.residency.index import ResidencyIndex
-from kvferry.router.expected_pages import ExpectedPages
-from kvferry.router.ledger import Ledger
 from kvferry.router.placement import Candidate, Placement, PlacementRequest, Reason
-from kvferry.router.pricing import (
+from kvferry.router.prices.expected_pages import ExpectedPages
+from kvferry.router.prices.ledger import Ledger
+from kvferry.router.prices.pricing import (
     NO_VOLUMES,
     DecodeQuote,
     Matched,
@@ -28,7 +28,7 @@ from kvferry.router.pricing import (
     VolumeLoad,
     price_of,
 )
-from kvferry.router.rates import CostDefaults
+from kvferry.router.prices.rates import CostDefaults
 
 _NUM_RUNNERS_UP = 4
 

@@ -14,8 +14,8 @@ from kvferry.membership.base import MemberId
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.placement import Candidate, Placement, PlacementRequest, RoundRobin
 from kvferry.router.placer import Decision, Placer
-from kvferry.router.pricing import Price, VolumeCosts
-from kvferry.router.rates import CostDefaults
+from kvferry.router.prices.pricing import Price, VolumeCosts
+from kvferry.router.prices.rates import CostDefaults
 
 
 class Measured(msgspec.Struct, frozen=True, gc=False):

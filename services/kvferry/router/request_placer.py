@@ -22,7 +22,7 @@ from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement import Candidate, Placement, PlacementRequest, Reason, can_exchange, why_unequal
 from kvferry.router.placer import Decision
 from kvferry.router.policy import Policy
-from kvferry.router.pricing import VolumeCosts
+from kvferry.router.prices.pricing import VolumeCosts
 from kvferry.router.request_record import RequestRecord
 from kvferry.router.room_queue import RoomQueues
 from kvferry.router.worker_pool import WorkerPool

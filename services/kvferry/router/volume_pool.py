@@ -12,13 +12,13 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from kvferry.errors import KvferryError
-from kvferry.keeper.volume_state import VolumeState
+from kvferry.keeper.volumes.volume_state import VolumeState
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership
 from kvferry.membership.follower import MemberFollower
 from kvferry.residency.feed import Delta, ResidencyFollower, SnapshotPart
 from kvferry.residency.index import ResidencyIndex
-from kvferry.router.pricing import NO_VOLUMES, VolumeCosts
-from kvferry.router.rates import CostDefaults
+from kvferry.router.prices.pricing import NO_VOLUMES, VolumeCosts
+from kvferry.router.prices.rates import CostDefaults
 from kvferry.task_set import TaskSet
 
 log = logging.getLogger(__name__)

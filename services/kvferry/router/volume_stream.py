@@ -9,7 +9,7 @@ import grpc
 
 from kvferry.config import TlsConfig
 from kvferry.grpc_options import CHANNEL_OPTIONS
-from kvferry.keeper.volume_state import VolumeState
+from kvferry.keeper.volumes.volume_state import VolumeState
 from kvferry.membership.base import Member
 from kvferry.mutual_tls import channel_to
 from kvferry.residency.codec import residency_from_wire

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvferry.store import folder, paths
-from kvferry.store.chunk_index import ChunkIndex, Reservation
-from kvferry.store.chunk_table import IndexEntry
 from kvferry.store.folder import FoundChunk
+from kvferry.store.index.chunk_index import ChunkIndex, Reservation
+from kvferry.store.index.chunk_table import IndexEntry
 from kvferry.store.outcome import Outcome
 from kvferry.store.volume_files import VolumeFiles
 

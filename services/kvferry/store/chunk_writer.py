@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 from kvferry.store import chunk_file, paths
 from kvferry.store.chunk_file import Keyring
-from kvferry.store.chunk_index import ChunkIndex, Reservation
+from kvferry.store.index.chunk_index import ChunkIndex, Reservation
+from kvferry.store.index.space_ledger import File
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.outcome import Outcome, outcome_of
 from kvferry.store.seal_counts import SealCounts
-from kvferry.store.space_ledger import File
 from kvferry.store.volume_files import VolumeFiles
 
 

@@ -7,10 +7,10 @@ import logging
 import threading
 
 from kvferry.store import paths
-from kvferry.store.chunk_index import ChunkIndex
-from kvferry.store.chunk_table import IndexEntry
+from kvferry.store.index.chunk_index import ChunkIndex
+from kvferry.store.index.chunk_table import IndexEntry
+from kvferry.store.index.space_ledger import File
 from kvferry.store.outcome import Outcome
-from kvferry.store.space_ledger import File
 from kvferry.store.volume_files import VolumeFiles
 
 logger = logging.getLogger(__name__)

@@ -18,22 +18,22 @@ from kvferry.errors import TierError
 from kvferry.store import chunk_file, folder, paths
 from kvferry.store.adoption import Adopter
 from kvferry.store.chunk_file import HEADER_BYTES, Keyring
-from kvferry.store.chunk_index import ChunkIndex
 from kvferry.store.chunk_reader import ChunkReader
-from kvferry.store.chunk_table import IndexEntry
 from kvferry.store.chunk_writer import ChunkWriter
 from kvferry.store.direct_io import DirectIo
-from kvferry.store.eviction import EvictionPolicy, Lru
 from kvferry.store.folder import ForeignFile, FoundChunk
+from kvferry.store.index.chunk_index import ChunkIndex
+from kvferry.store.index.chunk_table import IndexEntry
+from kvferry.store.index.eviction import EvictionPolicy, Lru
+from kvferry.store.index.space_ledger import File
 from kvferry.store.layout import ALIGNMENT, ChunkId, ChunkKey, ChunkLayout, LayoutDigest, validate_payload_bytes
 from kvferry.store.outcome import Outcome as Outcome
 from kvferry.store.quarantine import Quarantine
 from kvferry.store.seal_counts import SealCounts
-from kvferry.store.space_ledger import File
 from kvferry.store.volume_files import NO_INODE, VolumeFiles
 from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.outcome import TenantUsage
+from kvferry.tenancy.pages.outcome import TenantUsage
 
 logger = logging.getLogger(__name__)
 

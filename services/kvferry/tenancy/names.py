@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
-from kvferry.tenancy.outcome import OTHER
+from kvferry.tenancy.pages.outcome import OTHER
 
 
 def check_name(name: str) -> None:

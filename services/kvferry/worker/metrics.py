@@ -13,7 +13,7 @@ from kvferry.engine.base import Engine, EngineStats, EngineTimes, KvTransferStat
 from kvferry.errors import KvferryError
 from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
 from kvferry.telemetry import Exporter
-from kvferry.tenancy.outcome import OTHER, Cause, Refusal, TenantUsage
+from kvferry.tenancy.pages.outcome import OTHER, Cause, Refusal, TenantUsage
 from kvferry.worker.server import WorkerServer
 
 _READ = (

@@ -14,13 +14,13 @@ from typing import Final
 
 from kvferry.engine.base import Backlogs, CachedTokens, EngineOutput, EngineRequest, Turn
 from kvferry.errors import Overloaded, Preempted
-from kvferry.tenancy.debts import Debts
-from kvferry.tenancy.fair_queue import FairQueue, QueueParameters
-from kvferry.tenancy.fair_wait import BacklogCurve
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
-from kvferry.tenancy.outcome import OTHER
-from kvferry.tenancy.slots import DecodeSlots
-from kvferry.tenancy.tenant_queue import Slice
+from kvferry.tenancy.pages.outcome import OTHER
+from kvferry.tenancy.shares.debts import Debts
+from kvferry.tenancy.shares.fair_queue import FairQueue, QueueParameters
+from kvferry.tenancy.shares.fair_wait import BacklogCurve
+from kvferry.tenancy.shares.slots import DecodeSlots
+from kvferry.tenancy.shares.tenant_queue import Slice
 
 # Of the prompts inside an engine, how much is left when the next one follows: enough that it never waits, also for
 # several short prompts in a step. All of it is added to the time to first token of a tenant that returns.

@@ -40,7 +40,7 @@ def context_of(request: Request, num_pages: int, pages_per_chunk: int = 1) -> tu
     """A ReqContext with its state and chunk keys."""
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
-    from kvferry.engine.vllm.plugins.request_tier_state import RequestTierState
+    from kvferry.engine.vllm.plugins.tier.request_tier_state import RequestTierState
 
     context = ReqContext("r")
     context.set_state(RequestTierState(request, BLOCK_SIZE))

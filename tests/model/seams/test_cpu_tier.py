@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/cpu_tier.py"""
+"""engine/vllm/plugins/tier/cpu_tier.py"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.vllm
 
 
 class TestCpuTier:
-    """engine/vllm/plugins/cpu_tier.py"""
+    """engine/vllm/plugins/tier/cpu_tier.py"""
 
     def test_vllm_still_refuses_the_cpu_device_in_the_one_place_we_replace(self) -> None:
         from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
@@ -33,7 +33,7 @@ class TestCpuTier:
     def test_a_worker_is_asked_for_what_ours_does(self) -> None:
         from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
-        from kvferry.engine.vllm.plugins.cpu_tier import CpuCopyWorker
+        from kvferry.engine.vllm.plugins.tier.cpu_tier import CpuCopyWorker
 
         assert OffloadingWorker.__abstractmethods__ == {"submit_store", "submit_load", "get_finished", "wait"}
         assert not CpuCopyWorker.__abstractmethods__
@@ -64,7 +64,7 @@ class TestCpuTier:
         assert "register_kv_caches(kv_caches)" in inspect.getsource(GPUModelRunner.initialize_kv_cache)
 
     def test_the_name_goes_once_the_scheduler_has_it_mapped(self, region: Callable[..., Any]) -> None:
-        from kvferry.engine.vllm.plugins.cpu_tier import refuse_second_region, unlink_region
+        from kvferry.engine.vllm.plugins.tier.cpu_tier import refuse_second_region, unlink_region
 
         worker, scheduler = region(rank=0), region(rank=None)
         unlink_region(scheduler)
@@ -79,7 +79,7 @@ class TestCpuTier:
         assert Path(late.mmap_path).exists()
 
     def test_the_name_stays_when_the_scheduler_was_first(self, region: Callable[..., Any]) -> None:
-        from kvferry.engine.vllm.plugins.cpu_tier import refuse_second_region, unlink_region
+        from kvferry.engine.vllm.plugins.tier.cpu_tier import refuse_second_region, unlink_region
 
         scheduler = region(rank=None)
         unlink_region(scheduler)
@@ -113,7 +113,7 @@ class TestCpuTier:
         )
         from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-        from kvferry.engine.vllm.plugins.cpu_tier import CpuCopyWorker
+        from kvferry.engine.vllm.plugins.tier.cpu_tier import CpuCopyWorker
 
         page_bytes, num_pages = 1024, 12
         tensors = [torch.randint(-128, 127, (num_pages, page_bytes), dtype=torch.int8) for _ in range(2)]
@@ -146,7 +146,7 @@ class TestCpuTier:
     def test_a_copy_that_fails_ends_the_engine(self, region: Callable[..., Any]) -> None:
         from vllm.v1.kv_offload.base import CanonicalKVCaches
 
-        from kvferry.engine.vllm.plugins.cpu_tier import CpuCopyWorker
+        from kvferry.engine.vllm.plugins.tier.cpu_tier import CpuCopyWorker
 
         copies = CpuCopyWorker(CanonicalKVCaches([], []), 1, region(rank=0))
         copies.submit_store(1, object(), object())

@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/keeper_tier.py"""
+"""engine/vllm/plugins/tier/keeper_tier.py"""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class FakeClient:
 
 
 class TestKeeperTier:
-    """engine/vllm/plugins/keeper_tier.py"""
+    """engine/vllm/plugins/tier/keeper_tier.py"""
 
     @pytest.fixture
     def tier(self) -> Any:
-        from kvferry.engine.vllm.plugins.keeper_tier import KeeperTier
+        from kvferry.engine.vllm.plugins.tier.keeper_tier import KeeperTier
 
         tier = KeeperTier.__new__(KeeperTier)
         tier._client = FakeClient()
@@ -58,7 +58,7 @@ class TestKeeperTier:
         from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        from kvferry.engine.vllm.plugins.keeper_tier import KeeperTier
+        from kvferry.engine.vllm.plugins.tier.keeper_tier import KeeperTier
 
         assert not KeeperTier.__abstractmethods__
         assert parameters(SecondaryTierManager.__init__) == [
@@ -83,7 +83,7 @@ class TestKeeperTier:
         from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
+        from kvferry.engine.vllm.plugins.tier.request_tier_state import to_kv_hints
 
         hints = to_kv_hints("r", TierHints(volumes={"far": 2}))
         context, keys = context_of(Request(list(range(40)), hints), 4)
@@ -96,7 +96,7 @@ class TestKeeperTier:
 
     def test_a_store_names_whose_pages_they_are_and_begins_at_the_start(self, tier: Any) -> None:
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
+        from kvferry.engine.vllm.plugins.tier.request_tier_state import to_kv_hints
         from kvferry.pages.keys import route_keys, seed_of
         from kvferry.tenancy.namespace import Namespace
 
@@ -133,7 +133,7 @@ class TestKeeperTier:
 
     def test_a_load_says_where_pages_lie_that_are_not_in_the_mirror(self, tier: Any) -> None:
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
+        from kvferry.engine.vllm.plugins.tier.request_tier_state import to_kv_hints
         from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
 
         context, keys = context_of(Request(list(range(40)), to_kv_hints("r", TierHints(volumes={"far": 2}))), 3)
@@ -144,7 +144,7 @@ class TestKeeperTier:
 
     def test_a_load_says_whose_trace_it_belongs_to(self, tier: Any) -> None:
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
+        from kvferry.engine.vllm.plugins.tier.request_tier_state import to_kv_hints
         from kvferry.tracing import TraceContext
 
         trace = TraceContext("00-" + 32 * "a" + "-" + 16 * "b" + "-01", "shop=7")
@@ -156,7 +156,7 @@ class TestKeeperTier:
     def test_what_did_not_load_is_a_miss_for_this_request_from_then_on(self, tier: Any) -> None:
         from vllm.v1.kv_offload.base import LookupResult
 
-        from kvferry.keeper.client import JobDone
+        from kvferry.keeper.engine_client.client import JobDone
 
         context, keys = context_of(Request(list(range(40))), 3)
         another, _ = context_of(Request(list(range(40))), 3)
@@ -171,7 +171,7 @@ class TestKeeperTier:
         assert tier.lookup(keys[1], another) is LookupResult.HIT
 
     def test_a_load_that_brought_nothing_is_a_failure_of_all(self, tier: Any) -> None:
-        from kvferry.keeper.client import JobDone
+        from kvferry.keeper.engine_client.client import JobDone
 
         context, keys = context_of(Request(list(range(40))), 2)
         tier.submit_load(self.job(5, keys, [7, 8], context, load=True))

@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/nixl_connector.py"""
+"""engine/vllm/plugins/nixl/nixl_connector.py"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 
 
 class TestNixlConnector:
-    """engine/vllm/plugins/nixl_connector.py"""
+    """engine/vllm/plugins/nixl/nixl_connector.py"""
 
     def test_the_pin_that_we_undo_is_still_there(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
@@ -29,7 +29,7 @@ class TestNixlConnector:
         assert parameters(NixlPullConnector.__init__) == ["self", "vllm_config", "role", "kv_cache_config"]
 
     def test_unequal_block_sizes_fail_the_handshake(self) -> None:
-        from kvferry.engine.vllm.plugins.nixl_connector import refuse_unequal_block_sizes
+        from kvferry.engine.vllm.plugins.nixl.nixl_connector import refuse_unequal_block_sizes
 
         def remote(block_size: int, blocks_per_page: int = 1) -> SimpleNamespace:
             return SimpleNamespace(

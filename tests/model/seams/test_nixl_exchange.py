@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/nixl_exchange.py"""
+"""engine/vllm/plugins/nixl/nixl_exchange.py"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 
 
 class TestNixlExchange:
-    """engine/vllm/plugins/nixl_exchange.py"""
+    """engine/vllm/plugins/nixl/nixl_exchange.py"""
 
     def test_vllm_calls_the_name_that_we_replace(self) -> None:
         import inspect
@@ -27,7 +27,7 @@ class TestNixlExchange:
     def test_engines_with_other_weights_or_contexts_do_not_shake_hands(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
-        from kvferry.engine.vllm.plugins.nixl_exchange import compare_exchange_digests
+        from kvferry.engine.vllm.plugins.nixl.nixl_exchange import compare_exchange_digests
 
         def vllms(config: Any, backend: str, **named: Any) -> str:
             return f"{config.model_config.model} {backend}"

@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/nixl_handshake_port.py"""
+"""engine/vllm/plugins/nixl/nixl_handshake_port.py"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm]
 
 
 class TestNixlHandshakePort:
-    """engine/vllm/plugins/nixl_handshake_port.py"""
+    """engine/vllm/plugins/nixl/nixl_handshake_port.py"""
 
     def test_vllm_still_has_what_is_wrapped(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler, connector, pull_scheduler
@@ -41,7 +41,7 @@ class TestNixlHandshakePort:
     def scheduler(host: str, port: int) -> Any:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
 
-        from kvferry.engine.vllm.plugins.nixl_handshake_port import retry_taken_handshake_ports
+        from kvferry.engine.vllm.plugins.nixl.nixl_handshake_port import retry_taken_handshake_ports
 
         scheduler = NixlBaseConnectorScheduler.__new__(NixlBaseConnectorScheduler)
         scheduler._nixl_handshake_listener_t = None
@@ -90,7 +90,7 @@ class TestNixlHandshakePort:
             scheduler.set_xfer_handshake_metadata(self.metadata())
 
     def test_tries_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from kvferry.engine.vllm.plugins import nixl_handshake_port
+        from kvferry.engine.vllm.plugins.nixl import nixl_handshake_port
 
         tried: list[str] = []
         with socket.socket() as other:
@@ -104,7 +104,7 @@ class TestNixlHandshakePort:
         assert len(tried) == nixl_handshake_port.MAX_TRIES - 1
 
     def test_without_a_free_port_the_start_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from kvferry.engine.vllm.plugins import nixl_handshake_port
+        from kvferry.engine.vllm.plugins.nixl import nixl_handshake_port
 
         def no_port(host: str) -> int:
             raise OSError("none is left")

@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/nixl_idle_steps.py"""
+"""engine/vllm/plugins/nixl/nixl_idle_steps.py"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vllm
 
 
 class TestNixlIdleSteps:
-    """engine/vllm/plugins/nixl_idle_steps.py"""
+    """engine/vllm/plugins/nixl/nixl_idle_steps.py"""
 
     def test_vllm_still_has_what_is_wrapped(self) -> None:
         from vllm.config import KVTransferConfig

@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/nixl_lease.py"""
+"""engine/vllm/plugins/nixl/nixl_lease.py"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 
 
 class TestNixlLease:
-    """engine/vllm/plugins/nixl_lease.py"""
+    """engine/vllm/plugins/nixl/nixl_lease.py"""
 
     def test_vllm_still_has_what_is_wrapped(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker, pull_scheduler, pull_worker
@@ -54,7 +54,7 @@ class TestNixlLease:
         [(60, 0, True), (4, 0, False), (-1, 0, False), (60, 1000, True), (4, -9, False)],
     )
     def test_nothing_is_read_past_the_lease(self, left_s: float, offset: float, in_time: bool) -> None:
-        from kvferry.engine.vllm.plugins.nixl_lease import refuse_reads_after_lease
+        from kvferry.engine.vllm.plugins.nixl.nixl_lease import refuse_reads_after_lease
 
         worker, meta, read = self.worker(time.perf_counter() + offset + left_s, offset=offset)
         refuse_reads_after_lease(worker)
@@ -64,14 +64,14 @@ class TestNixlLease:
 
     @pytest.mark.parametrize(("left_s", "in_time"), [(60, True), (4, False)])
     def test_what_was_read_past_the_lease_is_a_failed_load(self, left_s: float, in_time: bool) -> None:
-        from kvferry.engine.vllm.plugins.nixl_lease import refuse_reads_after_lease
+        from kvferry.engine.vllm.plugins.nixl.nixl_lease import refuse_reads_after_lease
 
         worker, _, _ = self.worker(time.perf_counter() + left_s)
         refuse_reads_after_lease(worker)
         assert worker._pop_done_transfers({}) == ({"r"}, set() if in_time else {"r"})
 
     def test_notices_without_pages_and_engines_not_met_pass(self) -> None:
-        from kvferry.engine.vllm.plugins.nixl_lease import refuse_reads_after_lease
+        from kvferry.engine.vllm.plugins.nixl.nixl_lease import refuse_reads_after_lease
 
         worker, meta, read = self.worker(time.perf_counter() - 60)
         refuse_reads_after_lease(worker)
@@ -83,7 +83,7 @@ class TestNixlLease:
         assert read == ["notice", "unmet"]
 
     def test_answers_carry_the_end_of_their_lease(self) -> None:
-        from kvferry.engine.vllm.plugins.nixl_lease import send_lease_ends
+        from kvferry.engine.vllm.plugins.nixl.nixl_lease import send_lease_ends
 
         answers = {"kept": (True, {"do_remote_prefill": True}), "not": (False, None)}
         scheduler = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/nixl_progress.py"""
+"""engine/vllm/plugins/nixl/nixl_progress.py"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.vllm
 
 
 class TestNixlProgress:
-    """engine/vllm/plugins/nixl_progress.py"""
+    """engine/vllm/plugins/nixl/nixl_progress.py"""
 
     def test_nixl_still_spins_unless_told_otherwise(self) -> None:
         import sys
@@ -27,7 +27,7 @@ class TestNixlProgress:
 
         from nixl._api import nixl_agent
 
-        from kvferry.engine.vllm.plugins.nixl_progress import PROGRESS_PERIOD_US, blocking_progress_thread
+        from kvferry.engine.vllm.plugins.nixl.nixl_progress import PROGRESS_PERIOD_US, blocking_progress_thread
 
         bindings = sys.modules[nixl_agent.__module__].nixlBind
         plain = bindings.nixlAgentConfig

@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/nixl_release.py"""
+"""engine/vllm/plugins/nixl/nixl_release.py"""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ pytestmark = pytest.mark.vllm
 
 
 class TestNixlRelease:
-    """engine/vllm/plugins/nixl_release.py"""
+    """engine/vllm/plugins/nixl/nixl_release.py"""
 
     def test_no_attribute_hides_one_of_the_worker(self) -> None:
         from vllm.v1.worker.worker_base import WorkerBase
 
-        from kvferry.engine.vllm.plugins.nixl_release import ReleaseExtension
+        from kvferry.engine.vllm.plugins.nixl.nixl_release import ReleaseExtension
 
         ours = [name for name in dir(ReleaseExtension) if not name.startswith("__")]
         assert ours == ["kvferry_release"]
@@ -25,7 +25,7 @@ class TestNixlRelease:
         """It compares the same clock, and an ended lease is reaped at its next look."""
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
-        from kvferry.engine.vllm.plugins.nixl_release import end_lease
+        from kvferry.engine.vllm.plugins.nixl.nixl_release import end_lease
 
         worker = SimpleNamespace(
             _reqs_to_send={"a": float("inf"), "b": float("inf")},

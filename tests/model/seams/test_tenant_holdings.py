@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.engine.base import TierHints
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.outcome import OTHER, Cause, Refusal, TenantUsage
+from kvferry.tenancy.pages.outcome import OTHER, Cause, Refusal, TenantUsage
 from kvferry.tenancy.terms import EngineTerms, TierTerms
 
 from .test_tenant_policy import NOISE, Tier

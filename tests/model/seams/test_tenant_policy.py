@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/tenant_policy.py"""
+"""engine/vllm/plugins/tier/tenant_policy.py"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Tier:
     def __init__(self, capacity: int = CAPACITY, policy: str = "TenantCachePolicy") -> None:
         from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-        from kvferry.engine.vllm.plugins.tenant_policy import keep_contracts
+        from kvferry.engine.vllm.plugins.tier.tenant_policy import keep_contracts
         from kvferry.engine.vllm.start.arguments import CPU_POLICY_MODULE
 
         self.manager = CPUOffloadingManager(capacity, policy, CPU_POLICY_MODULE)
@@ -56,7 +56,7 @@ class Tier:
     def request(self, hints: TierHints) -> Any:
         from vllm.v1.kv_offload.base import ReqContext
 
-        from kvferry.engine.vllm.plugins.request_tier_state import RequestTierState
+        from kvferry.engine.vllm.plugins.tier.request_tier_state import RequestTierState
 
         self._requests += 1
         context = ReqContext(f"r{self._requests}")
@@ -96,7 +96,7 @@ def key_of(number: int) -> Any:
 def test_vllm_asks_a_policy_for_what_ours_does() -> None:
     from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
-    from kvferry.engine.vllm.plugins.tenant_policy import TenantCachePolicy
+    from kvferry.engine.vllm.plugins.tier.tenant_policy import TenantCachePolicy
 
     assert CachePolicy.__abstractmethods__ == {"get", "insert", "remove", "touch", "evict", "clear"}
     assert not TenantCachePolicy.__abstractmethods__

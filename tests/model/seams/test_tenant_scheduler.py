@@ -17,7 +17,7 @@ from kvferry.engine.base import NewFloors, TierHints
 from kvferry.engine.vllm.start.arguments import ADAPTER_SCHEDULER, TENANT_SCHEDULER
 from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.pool_pages import PoolPages
+from kvferry.tenancy.pages.pool_pages import PoolPages
 from kvferry.tenancy.terms import EngineTerms, TierTerms
 
 from .support import parameters
@@ -292,7 +292,7 @@ class Steps:
     ) -> Any:
         from vllm.lora.request import LoRARequest
 
-        from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
+        from kvferry.engine.vllm.plugins.tier.request_tier_state import to_kv_hints
 
         request = self.requests.request(tokens, hints.namespace.tenant if hints is not None else "", max_tokens)
         request.kv_hints = None if hints is None else to_kv_hints("r", hints, floors=floors)

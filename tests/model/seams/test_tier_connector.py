@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/tier_connector.py"""
+"""engine/vllm/plugins/tier/tier_connector.py"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 
 
 class TestTierConnector:
-    """engine/vllm/plugins/tier_connector.py"""
+    """engine/vllm/plugins/tier/tier_connector.py"""
 
     def test_vllm_still_has_what_is_overridden_and_reached_into(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -87,12 +87,12 @@ class TestTierConnector:
         [(1_474_560, 32, 1), (1 << 20, 32, 1), (300_000, 32, 4), (4096, 32, 8), (4096, 300, 1), (100, 1, 256)],
     )
     def test_small_pages_are_grouped(self, block_bytes: int, tokens: int, expected: int) -> None:
-        from kvferry.engine.vllm.plugins.tier_connector import blocks_per_chunk
+        from kvferry.engine.vllm.plugins.tier.tier_connector import blocks_per_chunk
 
         assert blocks_per_chunk(block_bytes, tokens) == expected
 
     def test_route_keys_grow_with_the_answer_and_are_those_of_the_prompt(self) -> None:
-        from kvferry.engine.vllm.plugins.request_tier_state import RequestTierState
+        from kvferry.engine.vllm.plugins.tier.request_tier_state import RequestTierState
         from kvferry.pages.keys import route_keys, seed_of
 
         tokens = list(range(10))
@@ -109,7 +109,7 @@ class TestTierConnector:
         from vllm.v1.kv_hints import KvHintsEnvelope
 
         from kvferry.engine.base import TierHints
-        from kvferry.engine.vllm.plugins.request_tier_state import RequestTierState, to_kv_hints
+        from kvferry.engine.vllm.plugins.tier.request_tier_state import RequestTierState, to_kv_hints
         from kvferry.tenancy.namespace import Namespace
         from kvferry.tenancy.terms import EngineTerms, TierTerms
 
@@ -132,7 +132,7 @@ class TestTierConnector:
 
         from kvferry.engine.base import PagesRemoved, PagesStored
         from kvferry.engine.vllm.events import _decoder, _translate
-        from kvferry.engine.vllm.plugins.cpu_tier_events import CpuTierEvents
+        from kvferry.engine.vllm.plugins.tier.cpu_tier_events import CpuTierEvents
         from kvferry.pages.keys import route_keys, seed_of
 
         request = Request(list(range(40)), salt="s")
@@ -160,7 +160,7 @@ class TestTierConnector:
     def test_other_groups_and_partial_chunks_are_not_told_of(self) -> None:
         from vllm.v1.kv_offload.base import make_offload_key
 
-        from kvferry.engine.vllm.plugins.cpu_tier_events import CpuTierEvents
+        from kvferry.engine.vllm.plugins.tier.cpu_tier_events import CpuTierEvents
 
         context, _ = context_of(Request(list(range(40))), 4)
         other, partial = make_offload_key(b"h" * 32, 1), make_offload_key(b"p" * 32, 0)
@@ -174,7 +174,7 @@ class TestTierConnector:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
         from kvferry.engine.vllm import engine
-        from kvferry.engine.vllm.plugins.tier_connector import TierConnector, register_connectors
+        from kvferry.engine.vllm.plugins.tier.tier_connector import TierConnector, register_connectors
 
         for _ in range(2):
             register_connectors({engine.TIER_CONNECTOR_CLASS: engine.TIER_CONNECTOR_MODULE})

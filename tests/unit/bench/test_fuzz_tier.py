@@ -15,7 +15,7 @@ import pytest
 
 from bench.fuzzed_chunks import Tally
 from bench.results import BenchFailed, Results
-from kvferry.store.chunk_table import IndexEntry
+from kvferry.store.index.chunk_table import IndexEntry
 from kvferry.store.volume import Outcome, Volume
 from support.child_imports import import_environment
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.keeper.breaker import Breaker, BreakerState
-from kvferry.keeper.write_budget import WriteBudget
+from kvferry.keeper.volumes.breaker import Breaker, BreakerState
+from kvferry.keeper.volumes.write_budget import WriteBudget
 
 
 def test_it_opens_after_failures_in_a_row() -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.errors import TierError
-from kvferry.keeper.chunk_lender import MAX_KEYS, ChunkLender
-from kvferry.keeper.failure_cause import Cause
+from kvferry.keeper.remote.chunk_lender import MAX_KEYS, ChunkLender
+from kvferry.keeper.volumes.failure_cause import Cause
 from kvferry.store.chunk_file import HEADER_BYTES
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.outcome import Outcome

@@ -16,11 +16,11 @@ from kvferry.keeper.lifecycle import KeeperHost
 from kvferry.membership import floor_reports
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.store.chunk_file import chunk_file_bytes
-from kvferry.store.eviction import TenantRetention
+from kvferry.store.index.eviction import TenantRetention
 from kvferry.store.volume import Volume
 from kvferry.tenancy.floor_exchange import DROP_S, FloorReport
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.outcome import Cause
+from kvferry.tenancy.pages.outcome import Cause
 from kvferry.tenancy.records import FLOORS, MAX_RECORD_BYTES
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_keeper import engine

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from kvferry.keeper import volume_io
-from kvferry.keeper.io_threads import Kind, Operation
 from kvferry.keeper.keeper import Keeper
-from kvferry.keeper.nixl_agent import NixlAgent
+from kvferry.keeper.remote.nixl_agent import NixlAgent
 from kvferry.keeper.server import update_to_wire
-from kvferry.keeper.volume_io import VolumeIo
+from kvferry.keeper.volumes import volume_io
+from kvferry.keeper.volumes.io_threads import Kind, Operation
+from kvferry.keeper.volumes.volume_io import VolumeIo
 from kvferry.store import folder
 from kvferry.store.direct_io import Fault, FaultyIo
 from kvferry.store.keyring import SecretsKeyring

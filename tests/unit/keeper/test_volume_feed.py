@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.keeper import volume_feed
-from kvferry.keeper.volume_feed import VolumeFeed
+from kvferry.keeper.volumes import volume_feed
+from kvferry.keeper.volumes.volume_feed import VolumeFeed
 from kvferry.residency.feed import Delta, ResidencyFollower, SnapshotPart
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.store.layout import ChunkId

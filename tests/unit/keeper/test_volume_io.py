@@ -12,10 +12,10 @@ import pytest
 import pytest_asyncio
 
 from kvferry.errors import TierError
-from kvferry.keeper import volume_io
-from kvferry.keeper.failure_cause import Cause
-from kvferry.keeper.io_threads import Kind, Operation
-from kvferry.keeper.volume_io import VolumeIo
+from kvferry.keeper.volumes import volume_io
+from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.io_threads import Kind, Operation
+from kvferry.keeper.volumes.volume_io import VolumeIo
 from kvferry.store.outcome import Outcome
 from kvferry.store.volume import Volume
 from support.tier_chunks import LAYOUT, chunk, empty, payload

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from kvferry.config import ClusterConfig
-from kvferry.keeper import failure_cause, lifecycle, volume_tenants
+from kvferry.keeper import lifecycle, volume_tenants
+from kvferry.keeper.volumes import failure_cause
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.store import fsck
 from kvferry.store.chunk_file import chunk_file_bytes
 from kvferry.store.volume import Volume
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.outcome import Cause
+from kvferry.tenancy.pages.outcome import Cause
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config

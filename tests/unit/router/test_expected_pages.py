@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvferry.engine.base import RequestId
 from kvferry.membership.base import MemberId
-from kvferry.router.expected_pages import ExpectedPages, expected_depth
+from kvferry.router.prices.expected_pages import ExpectedPages, expected_depth
 
 A, B = RequestId("a"), RequestId("b")
 P, D = MemberId("p"), MemberId("d")

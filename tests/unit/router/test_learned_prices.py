@@ -14,7 +14,7 @@ from kvferry.residency.index import ResidencyIndex
 from kvferry.router.placement import Candidate, PlacementRequest, Reason, RequestId
 from kvferry.router.placer import Decision, Placer
 from kvferry.router.policy import Measured, PricedPolicy
-from kvferry.router.rates import CostDefaults
+from kvferry.router.prices.rates import CostDefaults
 from support.candidates import candidate
 from support.virtual_fleet import Fleet
 

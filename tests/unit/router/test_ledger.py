@@ -6,8 +6,8 @@ import pytest
 
 from kvferry.engine.base import RequestId
 from kvferry.membership.base import MemberId
-from kvferry.router import ledger as ledger_module
-from kvferry.router.ledger import Ledger, WorkerAccount
+from kvferry.router.prices import ledger as ledger_module
+from kvferry.router.prices.ledger import Ledger, WorkerAccount
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 P, D = MemberId("p"), MemberId("d")

@@ -11,7 +11,7 @@ from kvferry.residency.index import ResidencyIndex
 from kvferry.router.placement import Candidate, PlacementRequest, RequestId
 from kvferry.router.placer import Decision
 from kvferry.router.policy import Measured, PricedPolicy
-from kvferry.router.pricing import NO_VOLUMES
+from kvferry.router.prices.pricing import NO_VOLUMES
 from support.candidates import candidate
 
 _numbers = itertools.count()

@@ -16,8 +16,8 @@ from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.router.placement import Candidate, PlacementRequest, Reason
 from kvferry.router.placer import Decision, Placer
-from kvferry.router.pricing import NO_VOLUMES, VolumeCosts
-from kvferry.router.rates import CostDefaults
+from kvferry.router.prices.pricing import NO_VOLUMES, VolumeCosts
+from kvferry.router.prices.rates import CostDefaults
 from support.candidates import candidate
 
 BLOCK_SIZE = 16

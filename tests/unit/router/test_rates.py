@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.router.rates import (
+from kvferry.router.prices.rates import (
     CostDefaults,
     Rate,
     RatePool,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvferry.router.rates import Rate
+from kvferry.router.prices.rates import Rate
 from support.virtual_fleet import Fleet, Truth, VirtualWorker
 
 NUM_REQUESTS = 200  # per gateway

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvferry.keeper.volume_state import VolumeState
+from kvferry.keeper.volumes.volume_state import VolumeState
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.router import volume_pool
-from kvferry.router.rates import CostDefaults
+from kvferry.router.prices.rates import CostDefaults
 from kvferry.router.volume_pool import VolumePool, VolumeUpdate, volume_of
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import until

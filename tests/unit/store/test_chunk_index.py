@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.store.chunk_index import ChunkIndex, Reservation
-from kvferry.store.chunk_table import IndexEntry
-from kvferry.store.eviction import Lru, TenantRetention
+from kvferry.store.index.chunk_index import ChunkIndex, Reservation
+from kvferry.store.index.chunk_table import IndexEntry
+from kvferry.store.index.eviction import Lru, TenantRetention
+from kvferry.store.index.space_ledger import File
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.outcome import Outcome
-from kvferry.store.space_ledger import File
 from kvferry.tenancy.namespace import Namespace
 from support.tier_chunks import LAYOUT, chunk
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.store.chunk_table import IndexEntry
-from kvferry.store.eviction import EvictionPolicy, Lru, TenantRetention
+from kvferry.store.index.chunk_table import IndexEntry
+from kvferry.store.index.eviction import EvictionPolicy, Lru, TenantRetention
 from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import Namespace
 from support.tier_chunks import LAYOUT, chunk

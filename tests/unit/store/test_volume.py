@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import TierError
 from kvferry.store.direct_io import DirectIo, Fault, FaultyIo, Operation, aligned_buffer
-from kvferry.store.eviction import TenantRetention
+from kvferry.store.index.eviction import TenantRetention
 from kvferry.store.keyring import SecretsKeyring
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.volume import Outcome, Volume

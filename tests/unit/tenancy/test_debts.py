@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.tenancy.debts import Debts, dead_band_ms
+from kvferry.tenancy.shares.debts import Debts, dead_band_ms
 
 WEIGHTS = {"a": 4.0, "b": 1.0}
 

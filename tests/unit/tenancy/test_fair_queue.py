@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvferry.tenancy.fair_queue import FairQueue, QueueLimit, QueueParameters
-from kvferry.tenancy.tenant_queue import Slice
+from kvferry.tenancy.shares.fair_queue import FairQueue, QueueLimit, QueueParameters
+from kvferry.tenancy.shares.tenant_queue import Slice
 
 SMALL = QueueParameters(turn_ms=100.0, slice_ms=50.0, depth_ms=60.0)
 

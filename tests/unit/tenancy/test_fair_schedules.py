@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from bench.fair_queue import bound
 from bench.fair_schedules import Prompt, Schedule
 from bench.results import BenchFailed, Results
-from kvferry.tenancy.fair_queue import FairQueue, QueueParameters
-from kvferry.tenancy.tenant_queue import Slice
+from kvferry.tenancy.shares.fair_queue import FairQueue, QueueParameters
+from kvferry.tenancy.shares.tenant_queue import Slice
 
 NUM_SCHEDULES = 400
 

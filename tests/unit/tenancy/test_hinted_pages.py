@@ -7,10 +7,10 @@ import random
 import pytest
 
 from kvferry.tenancy.contract import TierContract, TierSettings
-from kvferry.tenancy.hinted_pages import HintedPages, Place, first_private
-from kvferry.tenancy.outcome import Cause, Stored
-from kvferry.tenancy.page import Page
-from kvferry.tenancy.retention import Retention
+from kvferry.tenancy.pages.hinted_pages import HintedPages, Place, first_private
+from kvferry.tenancy.pages.outcome import Cause, Stored
+from kvferry.tenancy.pages.page import Page
+from kvferry.tenancy.pages.retention import Retention
 
 CAPACITY = 40
 CONTRACTS = {

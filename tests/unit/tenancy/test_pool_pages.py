@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 
-from kvferry.tenancy import pool_pages
 from kvferry.tenancy.contract import TierContract, TierSettings
-from kvferry.tenancy.hinted_pages import HintedPages
-from kvferry.tenancy.outcome import Cause, Refusal
-from kvferry.tenancy.page import Page
-from kvferry.tenancy.pool_pages import PoolPages
-from kvferry.tenancy.retention import Retention
+from kvferry.tenancy.pages import pool_pages
+from kvferry.tenancy.pages.hinted_pages import HintedPages
+from kvferry.tenancy.pages.outcome import Cause, Refusal
+from kvferry.tenancy.pages.page import Page
+from kvferry.tenancy.pages.pool_pages import PoolPages
+from kvferry.tenancy.pages.retention import Retention
 
 
 def pool_of(capacity: int, **contracts: TierContract) -> PoolPages:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.tenancy import tenant_counts
 from kvferry.tenancy.contract import TierContract, TierSettings
-from kvferry.tenancy.outcome import OTHER, Cause, Refusal, Stored
-from kvferry.tenancy.page import Page
-from kvferry.tenancy.retention import Retention
+from kvferry.tenancy.pages import tenant_counts
+from kvferry.tenancy.pages.outcome import OTHER, Cause, Refusal, Stored
+from kvferry.tenancy.pages.page import Page
+from kvferry.tenancy.pages.retention import Retention
 
 
 class Tier:

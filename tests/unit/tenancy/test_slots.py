@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.tenancy.slots import DecodeSlots
+from kvferry.tenancy.shares.slots import DecodeSlots
 
 
 def fill(slots: DecodeSlots[int], now_s: float = 0.0) -> str:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.tenancy.step_order import Candidate, StepOrder, step_order
+from kvferry.tenancy.shares.step_order import Candidate, StepOrder, step_order
 
 BUDGET = 100
 

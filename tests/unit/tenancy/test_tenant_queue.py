@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvferry.tenancy.tenant_queue import TenantQueue, nothing_cached
+from kvferry.tenancy.shares.tenant_queue import TenantQueue, nothing_cached
 
 
 @dataclass(eq=False)

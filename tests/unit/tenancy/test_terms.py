@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.telemetry import EVICTION_CAUSES, EVICTION_REFUSALS
-from kvferry.tenancy.outcome import Cause, Refusal
+from kvferry.tenancy.pages.outcome import Cause, Refusal
 from kvferry.tenancy.records import TenantRecord, decode, encode
 from kvferry.tenancy.terms import (
     CLASSES,

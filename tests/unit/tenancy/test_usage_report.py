@@ -8,12 +8,12 @@ from collections import Counter
 import msgspec
 import pytest
 
-from kvferry.tenancy import tenant_counts
 from kvferry.tenancy.contract import TierContract
-from kvferry.tenancy.outcome import OTHER, Cause, Refusal, TenantUsage
-from kvferry.tenancy.pool_pages import PoolPages
-from kvferry.tenancy.tenant_counts import MAX_COUNTED, TenantCounts
-from kvferry.tenancy.usage_report import Holding, Row, UsageReport, usages_of
+from kvferry.tenancy.pages import tenant_counts
+from kvferry.tenancy.pages.outcome import OTHER, Cause, Refusal, TenantUsage
+from kvferry.tenancy.pages.pool_pages import PoolPages
+from kvferry.tenancy.pages.tenant_counts import MAX_COUNTED, TenantCounts
+from kvferry.tenancy.pages.usage_report import Holding, Row, UsageReport, usages_of
 
 
 def counts_of(*names: str) -> TenantCounts:

@@ -20,7 +20,7 @@ from kvferry.engine.base import (
     Turn,
 )
 from kvferry.errors import Preempted
-from kvferry.tenancy.outcome import OTHER
+from kvferry.tenancy.pages.outcome import OTHER
 from kvferry.worker import turns as turns_module
 from kvferry.worker.turns import OnEngine, Turns
 

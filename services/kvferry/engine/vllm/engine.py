@@ -69,7 +69,7 @@ from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError
 from kvferry.model_folder import cache_folder
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
 from kvferry.quality_report import QualityReport, read_report, why_not_shown
-from kvferry.tenancy.outcome import TenantUsage
+from kvferry.tenancy.pages.outcome import TenantUsage
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -195,7 +195,7 @@ class VllmEngine:
         if self._config.unproven:
             log.warning("taken at the operator's risk (engine.unproven): %s", ", ".join(self._config.unproven))
         if self._tier.enabled:
-            from kvferry.engine.vllm.plugins.tier_connector import register_connectors
+            from kvferry.engine.vllm.plugins.tier.tier_connector import register_connectors
 
             register_connectors({CONNECTOR_CLASS: CONNECTOR_MODULE, TIER_CONNECTOR_CLASS: TIER_CONNECTOR_MODULE})
         counters: list[EngineStatLogger] = []
@@ -374,7 +374,7 @@ class VllmEngine:
         is_hinted = self._has_tenants or self._tier.enabled
         floors = self._new_floors
         if is_hinted and (request.tier is not None or request.trace is not None or floors is not None):
-            from kvferry.engine.vllm.plugins.request_tier_state import to_kv_hints
+            from kvferry.engine.vllm.plugins.tier.request_tier_state import to_kv_hints
 
             options["kv_hints"] = to_kv_hints(request.request_id, request.tier or TierHints(), request.trace, floors)
         return params, parsed, options

@@ -9,8 +9,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvferry.engine.base import CachedTokens, PromptSources
 from kvferry.engine.vllm.plugins.tenant_holdings import detach_from
-from kvferry.tenancy.outcome import TenantUsage
-from kvferry.tenancy.usage_report import usages_of
+from kvferry.tenancy.pages.outcome import TenantUsage
+from kvferry.tenancy.pages.usage_report import usages_of
 
 
 class EngineStatLogger(StatLoggerBase):  # type: ignore[misc]

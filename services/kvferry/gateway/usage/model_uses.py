@@ -11,7 +11,7 @@ from kvferry.exposition import Reading
 from kvferry.gateway.usage.tenant_uses import TenantUse
 from kvferry.gateway.usage.usage_log import UsageRecord
 from kvferry.telemetry import TENANT_OUTCOMES, TENANT_TOKEN_KINDS
-from kvferry.tenancy.outcome import OTHER
+from kvferry.tenancy.pages.outcome import OTHER
 
 # Pairs of a model that was asked and one that answered: models come and go while a gateway serves.
 MAX_PAIRS: Final = 256

@@ -10,7 +10,7 @@ from kvferry import telemetry
 from kvferry.exposition import Reading
 from kvferry.gateway.usage.usage_log import UsageLog, UsageRecord
 from kvferry.telemetry import TENANT_OUTCOMES, TENANT_TOKEN_KINDS
-from kvferry.tenancy.outcome import OTHER
+from kvferry.tenancy.pages.outcome import OTHER
 
 MAX_NAMED: Final = 200  # tenants with series of their own
 

@@ -13,7 +13,7 @@ ROUTE_KEYS_TAG = "kvferry.route_keys"
 CACHED_PARAMETER = "kvferry_cached"
 
 # In a scheduler's statistics, among those of encoder caches, which have a dictionary for any connector: tier -> rows of
-# `tenancy/usage_report.py`.
+# `tenancy/pages/usage_report.py`.
 HOLDINGS_TAG = "kvferry.tenants"
 
 

@@ -23,15 +23,15 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvferry.engine.vllm.plugins.adapter_turns import AdapterTurns, without
-from kvferry.engine.vllm.plugins.request_tier_state import floors_of, hints_of
 from kvferry.engine.vllm.plugins.tenant_holdings import HoldingsReport
-from kvferry.engine.vllm.plugins.tenant_policy import TenantCachePolicy
-from kvferry.engine.vllm.plugins.tier_connector import TierConnector
+from kvferry.engine.vllm.plugins.tier.request_tier_state import floors_of, hints_of
+from kvferry.engine.vllm.plugins.tier.tenant_policy import TenantCachePolicy
+from kvferry.engine.vllm.plugins.tier.tier_connector import TierConnector
 from kvferry.tenancy.known_terms import KnownTerms
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
-from kvferry.tenancy.outcome import Cause
-from kvferry.tenancy.pool_pages import PoolPages
-from kvferry.tenancy.step_order import Candidate, StepOrder, step_order
+from kvferry.tenancy.pages.outcome import Cause
+from kvferry.tenancy.pages.pool_pages import PoolPages
+from kvferry.tenancy.shares.step_order import Candidate, StepOrder, step_order
 from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER
 
 MAX_EXPIRED_PER_STEP = 1024  # about 3 ms

@@ -16,20 +16,20 @@ from kvferry.pages.exchange import ARGUMENTS, WEIGHTS
 from kvferry.pages.geometry.config_json import from_config
 from kvferry.vllm_arguments import DRAFT_METHODS, SPECULATION, equal_values
 
-CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.nixl_connector"
+CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.nixl.nixl_connector"
 CONNECTOR_CLASS = "KvTransferConnector"
-TIER_CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.tier_connector"
+TIER_CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.tier.tier_connector"
 TIER_CONNECTOR_CLASS = "TierConnector"
-CPU_TIER_MODULE = "kvferry.engine.vllm.plugins.cpu_tier"
+CPU_TIER_MODULE = "kvferry.engine.vllm.plugins.tier.cpu_tier"
 CPU_POLICY_CLASS = "TenantCachePolicy"
-CPU_POLICY_MODULE = "kvferry.engine.vllm.plugins.tenant_policy"
+CPU_POLICY_MODULE = "kvferry.engine.vllm.plugins.tier.tenant_policy"
 CPU_TIER_CLASS = "CpuTierSpec"
 ADAPTER_SCHEDULER = "kvferry.engine.vllm.plugins.adapter_turns.adapter_scheduler"
 TENANT_SCHEDULER = "kvferry.engine.vllm.plugins.tenant_scheduler.tenant_scheduler"
 # Batches of KV events that vLLM keeps for replay: more than a subscriber's socket holds (1,000).
 NUM_REPLAYABLE = 2000
 _PRODUCER = "kv_producer"
-RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl_release.ReleaseExtension"
+RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl.nixl_release.ReleaseExtension"
 
 
 def engine_arguments(

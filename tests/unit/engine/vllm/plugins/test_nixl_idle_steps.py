@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.engine.vllm.plugins import nixl_idle_steps
+from kvferry.engine.vllm.plugins.nixl import nixl_idle_steps
 
 
 @pytest.fixture

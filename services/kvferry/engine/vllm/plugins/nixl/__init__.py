@@ -1,0 +1,1 @@
+"""Seams of vLLM's NIXL connector."""

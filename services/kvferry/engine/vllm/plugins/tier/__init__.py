@@ -1,0 +1,1 @@
+"""Seams of the CPU tier and of the keeper's volumes."""

@@ -1,0 +1,1 @@
+"""The end of a keeper's connection in an engine."""

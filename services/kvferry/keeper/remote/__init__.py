@@ -1,0 +1,1 @@
+"""Chunks that keepers of other nodes lend and read over NIXL."""

@@ -1,0 +1,1 @@
+"""What a placement costs, and what that is learned from."""

@@ -1,0 +1,1 @@
+"""Which chunks a volume has, how much room they take, and which go next."""

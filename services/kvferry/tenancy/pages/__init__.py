@@ -1,0 +1,1 @@
+"""Pages that tenants hold: what is kept, what goes next, and for whom."""

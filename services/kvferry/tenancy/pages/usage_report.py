@@ -1,0 +1,81 @@
+"""Reports of what tenants hold in a tier, by one process to another. A report costs what has changed since the last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvferry.tenancy.pages.outcome import OTHER, Cause, Refusal, TenantUsage
+from kvferry.tenancy.pages.tenant_counts import TenantCounts
+
+
+class Holding(NamedTuple):
+    """What a tenant holds and may hold, in units of the tier."""
+
+    used: int = 0
+    floor: int = 0
+    cap: int = 0
+    borrowed: int = 0  # above the floor
+
+
+_NOTHING = Holding()
+
+# A name, and numbers: those of `Holding`, pages displaced, pages evicted by `Cause`, pages refused by `Refusal`.
+Row = tuple[str, Sequence[int]]
+
+
+class UsageReport:
+    """The sums under `OTHER` follow from changes of their terms. An object of one tier, whose `counts` it reports."""
+
+    def __init__(self, counts: TenantCounts, pages_per_unit: int = 1) -> None:
+        self._counts = counts
+        self._pages_per_unit = pages_per_unit
+        self._unnamed: dict[str, Holding] = {}  # as reported last, without those that hold nothing
+        self._sum = [0] * len(_NOTHING)  # of these
+
+    def rows(self, changed: Iterable[tuple[str, Holding]]) -> list[Row]:
+        """Return what to report where the holdings of these tenants may have changed."""
+        rows: list[Row] = []
+        has_other = False
+        for name, holding in changed:
+            is_named = name != OTHER and self._counts.has_name(name)
+            if is_named:
+                rows.append(self._row(name, holding))
+            if not is_named or name in self._unnamed:
+                self._sum_up(name, _NOTHING if is_named else holding)
+                has_other = True
+        if has_other:
+            rows.append(self._row(OTHER, self._sum))
+        return rows
+
+    def _sum_up(self, name: str, holding: Holding) -> None:
+        before = self._unnamed.pop(name, _NOTHING)
+        self._sum = [total + now - then for total, now, then in zip(self._sum, holding, before, strict=True)]
+        if holding != _NOTHING:
+            self._unnamed[name] = holding
+
+    def _row(self, name: str, holding: Sequence[int]) -> Row:
+        counts = self._counts.of(name)
+        units = (
+            *holding,
+            counts.displaced,
+            *(counts.evicted[cause] for cause in Cause),
+            *(counts.refused[refusal] for refusal in Refusal),
+        )
+        return name, [number * self._pages_per_unit for number in units]
+
+
+def usages_of(rows: Iterable[Row]) -> dict[str, TenantUsage]:
+    """Return the usages that `UsageReport.rows` has reported, in pages."""
+    usages: dict[str, TenantUsage] = {}
+    for name, (used, floor, cap, borrowed, displaced, *counts) in rows:
+        usages[name] = TenantUsage(
+            used=used,
+            floor=floor,
+            cap=cap,
+            borrowed=borrowed,
+            displaced=displaced,
+            evicted=dict(zip(Cause, counts[: len(Cause)], strict=True)),
+            refused=dict(zip(Refusal, counts[len(Cause) :], strict=True)),
+        )
+    return usages

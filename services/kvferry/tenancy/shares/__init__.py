@@ -1,0 +1,1 @@
+"""Whose request is next, and whose streams have slots."""
