@@ -17,7 +17,7 @@ from kvferry.gateway.identity.tenants import Tenants
 from kvferry.link.worker_link import WorkerLink
 from kvferry.metrics_listener import MetricsListener
 from support.chart import helm_check, one, rendering
-from support.link_peers import TRANSPORTS, Transport, member_of, serving, simulated
+from support.link_peers import member_of, serving, simulated
 from support.waiting import until
 
 MONITORED: dict[str, Any] = {
@@ -106,12 +106,11 @@ async def test_metrics_listeners_take_prometheus_and_not_members(site: Site) -> 
         await listener.stop()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_members_refuse_the_certificate_of_prometheus(site: Site, transport: Transport) -> None:
+async def test_members_refuse_the_certificate_of_prometheus(site: Site) -> None:
     async with simulated() as engine, serving(engine, tls=site.internal) as worker:
 
         def link(tls: TlsConfig) -> WorkerLink:
-            return WorkerLink(member_of(worker), "g", lambda: None, WorkerConfig(link=transport, tls=tls))
+            return WorkerLink(member_of(worker), "g", lambda: None, WorkerConfig(tls=tls))
 
         refused, taken = link(site.prometheus()), link(site.internal)
         try:
