@@ -94,6 +94,12 @@ class SimCluster:
         wanted = len(self.workers) if num_workers is None else num_workers
         await until(lambda: len(gateway.readiness().members) == wanted, what=f"{wanted} workers attached")
 
+    async def renders(self) -> None:
+        """Workers may be there before a model of `models` is loaded, whose requests get a 503 until then."""
+        gateway = self.gateway
+        assert gateway is not None
+        await until(lambda: not any(each.startswith("renderer") for each in gateway.readiness().waiting_for))
+
     async def until_quiet(self) -> None:
         """Every engine has given everything back: nothing runs, waits, is in use or is kept for somebody."""
 
@@ -167,6 +173,7 @@ async def running(
                     await cluster.add_model_worker(kind, entry.name)
         await cluster.add_gateway()
         await cluster.ready()
+        await cluster.renders()
         yield cluster
     finally:
         await cluster.stop()
