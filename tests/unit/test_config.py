@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvferry import simulator
 from kvferry.config import MAX_POOLS, ClusterConfig, TierConfig, entry_of, is_of_entry, load, parse
 from kvferry.errors import ConfigError
+from kvferry.util import simulator
 
 
 def fault(**sections: object) -> str:

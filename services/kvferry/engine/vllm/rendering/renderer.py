@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from kvferry import collector
 from kvferry.config import ModelConfig
 from kvferry.engine.base import ANYBODY, Asker, ChatImage, Parse, RenderedPrompt, RenderOutcomes
 from kvferry.engine.fair_turns import FairTurns
@@ -39,6 +38,7 @@ from kvferry.engine.vllm.rendering.vllm_prompts import VllmPrompts
 from kvferry.engine.vllm.rendering.vocabulary import Vocabulary
 from kvferry.engine.vllm.start.model_kinds import IMAGE_ARCHITECTURES
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
+from kvferry.util import collector
 
 log = logging.getLogger(__name__)
 
