@@ -771,7 +771,7 @@ def test_pages_of_another_dtype_than_the_model_is_computed_in_are_refused(sectio
     parse(sections("bfloat16", "bfloat16"))
     parse(sections("auto", "auto"))
     parse(sections("auto", "bfloat16", kind="sim"))
-    # Not known before the model is read: the engine compares it (engine/vllm/start/model_kinds.py).
+    # Not known before the model is read: the engine compares it (engine/vllm/model_kinds.py).
     parse(sections("auto", "bfloat16", device="gpu"))
 
 

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 import click
 
 from kvferry import model_folder
-from kvferry.engine.vllm.start.model_kinds import ARCHITECTURES
+from kvferry.engine.vllm.model_kinds import ARCHITECTURES
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.util import plain_yaml
 from kvferry_plan import model_catalogue
