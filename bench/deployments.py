@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.engine_device import on_gpu
-from kvferry.addresses import free_port
 from kvferry.model_folder import cache_folder, resolve
+from kvferry.util.addresses import free_port
 
 BENCH = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent

@@ -41,12 +41,13 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.results import BenchFailed, Results, run_benchmark
-from kvferry import collector, model_folder
 from kvferry import config as configuration
+from kvferry import model_folder
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Renderer
 from kvferry.errors import KvferryError
 from kvferry.local.authority import make_certificates
+from kvferry.util import collector
 from kvferry_loadtest.machine import machine_line
 
 MODEL = "bench"

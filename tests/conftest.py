@@ -23,7 +23,7 @@ import pytest_asyncio
 
 import kvferry.engine.vllm.engine
 from bench.vllm_engines import VllmPair, start_pair
-from kvferry.addresses import free_port
+from kvferry.util.addresses import free_port
 from support.engine_forks import forked_engines
 from support.suite_report import SuiteReport
 from support.suite_schedule import UnitScheduling, this_machine, write_units

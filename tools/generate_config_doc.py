@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from kvferry.config and docs/engine-arguments.md from kvferry.vllm_arguments.
+"""Write docs/configuration.md from kvferry.config and docs/engine-arguments.md from kvferry.arguments.vllm_arguments.
 
 With --check it fails when one of them differs.
 
@@ -22,9 +22,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from kvferry import argument_values, vllm_arguments
 from kvferry import config as configuration
-from kvferry.vllm_arguments import Rule
+from kvferry.arguments import argument_values, vllm_arguments
+from kvferry.arguments.vllm_arguments import Rule
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -82,7 +82,7 @@ _TAKEN = {
 _ARGUMENTS_HEAD = """\
 # Arguments of vLLM's engine
 
-Generated from `services/kvferry/vllm_arguments.py` by `make config-doc`.
+Generated from `services/kvferry/arguments/vllm_arguments.py` by `make config-doc`.
 
 ```yaml
 engine:

@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from the catalogue in kvferry.telemetry, or with --check fail when it differs."""
+"""Write docs/metrics.md from the catalogue in kvferry.observability.telemetry, or with --check fail when it differs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from generated_pages import write_or_check
 
-from kvferry.telemetry import CATALOGUE, IDENTITY, Exporter, Kind, Label, Metric
+from kvferry.observability.telemetry import CATALOGUE, IDENTITY, Exporter, Kind, Label, Metric
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 _HEAD = """\
 # Metrics
 
-Generated from `services/kvferry/telemetry.py` by `make metrics-doc`; `make check` says when it is not up to date.
+Generated from `observability/telemetry.py` by `make metrics-doc`; `make check` says when it is not up to date.
 
 Gateways, workers and keepers each answer Prometheus on a listener of their own (`GET /metrics`, section `metrics` of
 the configuration: loopback and any free port unless told otherwise; mutual TLS with `metrics.tls`). Each exports

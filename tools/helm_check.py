@@ -36,8 +36,8 @@ import kubernetes_validate
 import yaml
 
 from kvferry import config as configuration
+from kvferry.arguments.vllm_arguments import RULES, Rule, may_be_of_one_role
 from kvferry.config import ClusterConfig, RoleEngineConfig
-from kvferry.vllm_arguments import RULES, Rule, may_be_of_one_role
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "deploy" / "helm" / "kvferry"

@@ -22,11 +22,11 @@ from bench.chaos.load import BURSTY, BURSTY_SHARE, TENANTS, UNDISTURBED_AT_ONCE
 from bench.chaos.receipts import Receipt
 from bench.etcd_server import EtcdServer
 from bench.results import BenchFailed
-from kvferry.addresses import free_port
 from kvferry.config import MembershipConfig
 from kvferry.membership.base import WORKER_KINDS, MemberKind
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.membership.tenant_admin import TenantAdmin
+from kvferry.util.addresses import free_port
 
 START_TIMEOUT_S = 300.0  # for what hangs
 LOG_CHARS = 2000  # of a process that has ended

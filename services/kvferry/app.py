@@ -30,11 +30,10 @@ from ray.serve._private import replica
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvferry import __version__, collector
+from kvferry import __version__
 from kvferry import config as configuration
-from kvferry.addresses import NODE_ADDRESS_VARIABLE
 from kvferry.config import ROLES, ClusterConfig, ModelEntryConfig, RoleConfig
-from kvferry.deployment_causes import CAUSE_MARK, GIVEN_UP, cause_of, causes_of
+from kvferry.engine.quality_report import check_quality_report
 from kvferry.engine.vllm.rendering.text_model import use_cpu_platform
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.lifecycle import GatewayHost
@@ -43,7 +42,9 @@ from kvferry.keeper.actor import KeeperActor
 from kvferry.keeper.socket_path import socket_path
 from kvferry.membership.base import MemberKind, Membership
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.quality_report import check_quality_report
+from kvferry.util import collector
+from kvferry.util.addresses import NODE_ADDRESS_VARIABLE
+from kvferry.util.deployment_causes import CAUSE_MARK, GIVEN_UP, cause_of, causes_of
 from kvferry.worker.lifecycle import WorkerHost, build_engine
 
 log = logging.getLogger(__name__)

@@ -19,10 +19,11 @@ from rich.table import Table
 
 import kvferry
 from kvferry import config as configuration
-from kvferry import plain_yaml, tenant_commands
-from kvferry.addresses import join_host_port
+from kvferry import tenant_commands
 from kvferry.config import ROLES, ClusterConfig
 from kvferry.errors import ConfigError, KvferryError, TierError
+from kvferry.util import plain_yaml
+from kvferry.util.addresses import join_host_port
 
 if TYPE_CHECKING:
     from kvferry.store.folder import FoundChunk
@@ -267,8 +268,8 @@ def down(name: str | None) -> None:
 @_configured
 def show_config(config: ClusterConfig, role: str | None, entry: str) -> None:
     """Print the effective configuration as YAML."""
+    from kvferry.engine.quality_report import check_quality_report
     from kvferry.engine.vllm.rendering.chat_template import read_chat_template
-    from kvferry.quality_report import check_quality_report
 
     entries = [each.name for each in config.models]
     if entry and role is None:

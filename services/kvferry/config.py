@@ -29,12 +29,13 @@ from pydantic import (
     model_validator,
 )
 
-from kvferry import simulator, vllm_arguments
-from kvferry.addresses import AUTO, is_url, require_loopback
-from kvferry.argument_conflicts import why_in_conflict
-from kvferry.argument_values import why_not_expected
+from kvferry.arguments import vllm_arguments
+from kvferry.arguments.argument_conflicts import why_in_conflict
+from kvferry.arguments.argument_values import why_not_expected
 from kvferry.errors import ConfigError
-from kvferry.plain_yaml import SafeLoader, doubled_key
+from kvferry.util import simulator
+from kvferry.util.addresses import AUTO, is_url, require_loopback
+from kvferry.util.plain_yaml import SafeLoader, doubled_key
 
 ENV_PREFIX = "KVFERRY__"
 DEFAULT_NAME = "kvferry"

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from kvferry.engine.base import CachedTokens, KvTransferStats, PromptSources
 from kvferry.engine.time_shares import TransferShares
 from kvferry.residency.index import Tier
-from kvferry.task_set import TaskSet
+from kvferry.util.task_set import TaskSet
 from kvferry_sim.block_pool import PageHash
 from kvferry_sim.kv_cache import KvCache
 from kvferry_sim.kv_transfer import PULL_TIMEOUT_S, KvTransferError, Ticket, pull_pages, release_offer

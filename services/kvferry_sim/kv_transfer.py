@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 
 from kvferry.engine.base import TransferParams
-from kvferry.task_set import TaskSet
+from kvferry.util.task_set import TaskSet
 from kvferry_sim.block_pool import PageId
 from kvferry_sim.page_memory import LayoutDigest
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from kvferry.engine.base import KvEvent, PagesRemoved, PagesStored
 from kvferry.keeper.engine_client.client import JobDone, KeeperClient, Region
+from kvferry.observability.tracing import TraceContext
 from kvferry.residency.index import Tier
 from kvferry.store.layout import ALIGNMENT, CHUNK_KEY_BYTES, ChunkKey, ChunkLayout
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tracing import TraceContext
 from kvferry_sim.block_pool import PageHash
 
 # Neither vLLM nor the simulator is notified of ended jobs. vLLM polls once a step; an idle engine steps every ms.

@@ -18,7 +18,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from kvferry import config as configuration
-from kvferry.addresses import free_port
 from kvferry.config import GatewayConfig
 from kvferry.errors import ConfigError, InvalidRequest
 from kvferry.gateway.bodies.grpc_bodies import read_generate
@@ -26,6 +25,7 @@ from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1 import inference_pb2_grpc
 from kvferry.membership.base import MemberKind
+from kvferry.util.addresses import free_port
 from kvferry_sim.membership import MemoryMembership
 from support.waiting import PATIENCE_S, until
 

@@ -19,10 +19,10 @@ import grpc
 import httpx
 
 from bench.chaos.fleet import fleet
-from kvferry.addresses import free_port
 from kvferry.errors import MAX_ERROR_BYTES
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.membership.base import MemberKind
+from kvferry.util.addresses import free_port
 from support.hostile_inputs import (
     BODIES,
     CALLS,

@@ -19,8 +19,8 @@ from kvferry.engine.base import (
     without_features,
 )
 from kvferry.errors import InvalidRequest, NoDecodeWorker, Overloaded, PagesNotMoved
+from kvferry.link.identity.protocol import FEATURES, IMAGES, Identity
 from kvferry.link.image_room import ImageRoom, WaitingImages
-from kvferry.link.protocol import FEATURES, IMAGES, Identity
 from kvferry.membership.base import MemberKind
 from kvferry.router.request_record import RequestRecord
 from kvferry_sim import Faults, SimEngine

@@ -22,11 +22,11 @@ import psutil
 import pytest
 import yaml
 
-from kvferry.addresses import free_port
 from kvferry.client import Client
 from kvferry.gateway.identity.key_file import new_key
 from kvferry.local.gateway_access import KEY_VARIABLE
-from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
+from kvferry.util.addresses import free_port
+from kvferry.util.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
 from support.local_machine import (
     Machine,
     a_machine,

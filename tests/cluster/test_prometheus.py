@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from kvferry import config as configuration
 from kvferry.membership.base import MemberKind
-from kvferry.telemetry import CATALOGUE, IDENTITY, Kind, Metric
+from kvferry.observability.telemetry import CATALOGUE, IDENTITY, Kind, Metric
 from kvferry.worker.lifecycle import WorkerHost, build_engine
 from kvferry_sim import SimEngine
 from kvferry_sim.membership import MemoryMembership

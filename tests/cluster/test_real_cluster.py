@@ -18,7 +18,7 @@ import pytest
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.shared_memory import recorded
+from kvferry.util.shared_memory import recorded
 from support.local_machine import (
     Machine,
     a_machine,

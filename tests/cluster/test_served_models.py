@@ -16,7 +16,7 @@ from kvferry.config import ClusterConfig
 from kvferry.engine.base import EngineRequest
 from kvferry.errors import ConfigError
 from kvferry.inference.v1 import inference_pb2 as pb
-from kvferry.link.protocol import Identity, ServedModel
+from kvferry.link.identity.protocol import Identity, ServedModel
 from kvferry.membership.base import MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from support.waiting import SOON_S, until

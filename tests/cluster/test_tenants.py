@@ -17,7 +17,7 @@ from kvferry.cli import main
 from kvferry.gateway.usage.usage_totals import totals
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.membership.tenant_admin import TenantAdmin
-from kvferry.telemetry import TENANT_REQUESTS, TENANT_TOKEN_KINDS, TENANT_TOKENS
+from kvferry.observability.telemetry import TENANT_REQUESTS, TENANT_TOKEN_KINDS, TENANT_TOKENS
 from kvferry_sim.membership import MemoryMembership
 from support.waiting import PATIENCE_S, SOON_S, until
 

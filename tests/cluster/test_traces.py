@@ -21,12 +21,13 @@ from prometheus_client.samples import Sample
 
 from bench.vllm_engines import VllmPair
 from kvferry import config as configuration
-from kvferry import model_folder, tracing
+from kvferry import model_folder
 from kvferry.engine.base import Engine
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1 import inference_pb2_grpc
 from kvferry.membership.base import MemberKind
+from kvferry.observability import tracing
 from kvferry.worker.lifecycle import WorkerHost
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.otlp_collector import Collector, SpanNode

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.addresses import free_port
 from kvferry.model_folder import cache_folder
+from kvferry.util.addresses import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = cache_folder() / "models" / "SmolLM2-135M-Instruct"

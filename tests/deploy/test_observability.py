@@ -14,7 +14,7 @@ import promql_parser
 import pytest
 import yaml
 
-from kvferry.telemetry import CATALOGUE, IDENTITY, Kind
+from kvferry.observability.telemetry import CATALOGUE, IDENTITY, Kind
 from support.chart import helm_check, newest_helm, one, write_values
 from support.waiting import PATIENCE_S
 

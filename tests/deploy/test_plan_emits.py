@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from bench.etcd_server import find_binary
 from kvferry import config as configuration
-from kvferry.addresses import free_port
 from kvferry.cli import main
+from kvferry.util.addresses import free_port
 from support.chart import newest_helm, one, write_values
 from support.ray_cluster import a_ray_cluster
 from support.waiting import wait_until

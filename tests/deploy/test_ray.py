@@ -28,10 +28,10 @@ import yaml
 
 from bench.etcd_server import find_binary
 from kvferry import model_folder
-from kvferry.addresses import free_port
 from kvferry.hub_model import marker
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1.inference_pb2_grpc import InferenceStub
+from kvferry.util.addresses import free_port
 from support.chart import newest_helm, one, write_values
 from support.fake_api_server import write_kubeconfig
 from support.kuberay_model import Model, serving

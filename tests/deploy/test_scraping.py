@@ -15,7 +15,7 @@ from kvferry.errors import PermissionDenied
 from kvferry.gateway.identity.access import Access
 from kvferry.gateway.identity.tenants import Tenants
 from kvferry.link.worker_link import WorkerLink
-from kvferry.metrics_listener import MetricsListener
+from kvferry.observability.metrics_listener import MetricsListener
 from support.chart import helm_check, one, rendering
 from support.link_peers import member_of, serving, simulated
 from support.waiting import until

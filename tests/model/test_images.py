@@ -300,7 +300,7 @@ async def test_a_preempted_answer_ends_or_is_what_it_is_alone(tmp_path: Path) ->
 async def test_with_tiers_and_several_ranks_images_are_refused(tmp_path: Path, cells: dict[str, str]) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from kvferry.engine.vllm.start.model_kinds import why_refused
+    from kvferry.engine.vllm.model_kinds import why_refused
 
     folder = make_image_model("idefics3", tmp_path)
     config = EngineArgs(model=str(folder), max_model_len=512, dtype="float32").create_engine_config()

@@ -16,9 +16,9 @@ import pytest
 from bench.engine_device import model_config
 from bench.tiny_models import make_model
 from bench.vllm_engines import answer, prefill, start_pair
+from kvferry.arguments.vllm_arguments import SAFETENSORS, STREAMED
 from kvferry.engine.base import EngineRequest, RequestId, Sampling
 from kvferry.pages.exchange import exchange_digest
-from kvferry.vllm_arguments import SAFETENSORS, STREAMED
 from support.all_models import only_with_all_models
 
 pytestmark = [pytest.mark.model]

@@ -236,7 +236,7 @@ def test_models_that_were_not_shown_to_be_right_are_refused(
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from kvferry.engine.vllm.start.model_kinds import why_refused
+    from kvferry.engine.vllm.model_kinds import why_refused
 
     folder = write_config(name, tmp_path)
     dtype = "float16" if name == "qwen3-gptq" else "float32"  # vLLM has no other kernels for it

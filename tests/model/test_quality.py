@@ -15,8 +15,8 @@ from bench.tiny_models import make_model
 from kvferry import config as configuration
 from kvferry.cli import main
 from kvferry.config import EngineConfig, ModelConfig
+from kvferry.engine.quality_report import why_not_shown
 from kvferry.errors import UnsupportedEngine
-from kvferry.quality_report import why_not_shown
 from kvferry_plan.quality.report_file import write_report
 from kvferry_plan.quality.samples import load_dataset
 from support.all_models import only_with_all_models

@@ -18,7 +18,7 @@ GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
 
 async def test_fp8_pages_are_what_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compared with one engine whose pages are of fp8 too: `kvferry quality` measures what they cost."""
-    monkeypatch.setattr("kvferry.engine.vllm.start.model_kinds.why_refused", lambda config, **_: "")
+    monkeypatch.setattr("kvferry.engine.vllm.model_kinds.why_refused", lambda config, **_: "")
     pair = await start_pair(kv_cache_dtype="fp8_e4m3")
     try:
         assert pair.prefill.info.exchange == pair.decode.info.exchange

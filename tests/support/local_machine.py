@@ -21,7 +21,7 @@ import pytest
 from kvferry.local.child import tail
 from kvferry.local.processes import ProcessIdentity, belonging, end_all
 from kvferry.local.run_folder import RunFolder, run_folder
-from kvferry.shared_memory import SHM_ROOT, SharedMemoryFile
+from kvferry.util.shared_memory import SHM_ROOT, SharedMemoryFile
 from support.waiting import PATIENCE_S, wait_until
 
 

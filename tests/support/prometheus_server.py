@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import yaml
 
-from kvferry.addresses import free_port
 from kvferry.model_folder import cache_folder
+from kvferry.util.addresses import free_port
 from support.waiting import PATIENCE_S
 
 START_TIMEOUT_S = 30.0

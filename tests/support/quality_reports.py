@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.quality_report import QualityReport
+from kvferry.engine.quality_report import QualityReport
 
 
 def passing_report(**changes: Any) -> QualityReport:

@@ -16,10 +16,10 @@ from typing import Any
 
 import httpx
 
-from kvferry.addresses import free_port
 from kvferry.local.processes import end_all
 from kvferry.local.ray_process import ray_environment
 from kvferry.local.run_folder import RunFolder
+from kvferry.util.addresses import free_port
 from support.waiting import PATIENCE_S
 
 

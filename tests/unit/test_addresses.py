@@ -8,8 +8,9 @@ import socket
 
 import pytest
 
-from kvferry import addresses
-from kvferry.addresses import (
+from kvferry.errors import ConfigError
+from kvferry.util import addresses
+from kvferry.util.addresses import (
     NODE_ADDRESS_VARIABLE,
     free_port,
     is_loopback,
@@ -18,7 +19,6 @@ from kvferry.addresses import (
     reachable_host,
     require_loopback,
 )
-from kvferry.errors import ConfigError
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "localhost", "::1", "[::1]"])

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry import config as configuration
-from kvferry.argument_values import EXPECTED, why_not_expected
+from kvferry.arguments.argument_values import EXPECTED, why_not_expected
+from kvferry.arguments.vllm_arguments import EQUAL, FREE, UNPROVEN
 from kvferry.errors import ConfigError
-from kvferry.vllm_arguments import EQUAL, FREE, UNPROVEN
 from support.engine_arguments import VALUES
 
 NAN, INF = float("nan"), float("inf")

@@ -10,8 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "services" / "kvferry"
 PAGE = ROOT / "docs" / "caches-and-lines.md"
-FOLDERS = ("engine", "gateway", "keeper", "link", "pages", "router", "store", "tenancy", "worker")
-NOT_SERVED = ("kvferry_sim/",)  # the simulated engine
+FOLDERS = (
+    *("arguments", "engine", "gateway", "keeper", "link", "observability", "pages", "router", "store", "tenancy"),
+    *("util", "worker"),
+)
 KINDS = {
     *("OrderedDict", "deque", "Queue", "SimpleQueue", "PriorityQueue", "LifoQueue", "Semaphore", "BoundedSemaphore"),
     *("FairTurns", "ThreadPoolExecutor", "DeepThreads", "lru_cache", "cache", "SnapshotQueue"),
@@ -55,12 +57,7 @@ def _found_in(file: Path) -> Iterator[str]:
 
 def _found() -> set[str]:
     files = [*PACKAGE.glob("*.py"), *(file for folder in FOLDERS for file in (PACKAGE / folder).rglob("*.py"))]
-    return {
-        f"{path}:{name}"
-        for file in files
-        if not (path := str(file.relative_to(PACKAGE))).startswith(NOT_SERVED)
-        for name in _found_in(file)
-    }
+    return {f"{file.relative_to(PACKAGE)}:{name}" for file in files for name in _found_in(file)}
 
 
 def _rows() -> list[list[str]]:

@@ -6,12 +6,12 @@ import json
 import subprocess
 import sys
 
-from kvferry.collector import THRESHOLDS
+from kvferry.util.collector import THRESHOLDS
 from support.waiting import PATIENCE_S
 
 PROGRAM = """
 import gc, json, weakref
-from kvferry import collector
+from kvferry.util import collector
 
 class Node:
     pass

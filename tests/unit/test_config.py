@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvferry import simulator
 from kvferry.config import MAX_POOLS, ClusterConfig, TierConfig, entry_of, is_of_entry, load, parse
 from kvferry.errors import ConfigError
+from kvferry.util import simulator
 
 
 def fault(**sections: object) -> str:
@@ -771,7 +771,7 @@ def test_pages_of_another_dtype_than_the_model_is_computed_in_are_refused(sectio
     parse(sections("bfloat16", "bfloat16"))
     parse(sections("auto", "auto"))
     parse(sections("auto", "bfloat16", kind="sim"))
-    # Not known before the model is read: the engine compares it (engine/vllm/start/model_kinds.py).
+    # Not known before the model is read: the engine compares it (engine/vllm/model_kinds.py).
     parse(sections("auto", "bfloat16", device="gpu"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.deployment_causes import cause_of, causes_of
+from kvferry.util.deployment_causes import cause_of, causes_of
 
 REFUSAL = "decode.engine.args.watermark: vLLM refuses it: Input should be less than 1"
 TRACEBACK = f"""Traceback (most recent call last):

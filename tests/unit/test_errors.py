@@ -11,7 +11,7 @@ from kvferry import errors
 from kvferry.engine.base import EngineOutput
 from kvferry.errors import ConfigError, KvferryError, LocalError, RequestError, UnavailableError, by_code
 from kvferry.link import codec
-from kvferry.telemetry import FALLBACK_CAUSES
+from kvferry.observability.telemetry import FALLBACK_CAUSES
 from kvferry.wire.v1 import worker_pb2 as pb
 
 

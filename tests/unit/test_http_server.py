@@ -17,7 +17,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from kvferry.http_server import HttpServer
+from kvferry.util.http_server import HttpServer
 from support.waiting import until
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"

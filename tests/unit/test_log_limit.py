@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvferry.log_limit import MAX_PER_WINDOW, WINDOW_S, LogLimit
+from kvferry.util.log_limit import MAX_PER_WINDOW, WINDOW_S, LogLimit
 
 
 def test_what_repeats_itself_is_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:

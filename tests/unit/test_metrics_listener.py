@@ -12,7 +12,7 @@ import pytest
 from bench.etcd_server import Authority
 from kvferry.config import ClusterConfig, MetricsConfig, TlsConfig, parse
 from kvferry.errors import ConfigError
-from kvferry.metrics_listener import NUM_PORTS, MetricsListener
+from kvferry.observability.metrics_listener import NUM_PORTS, MetricsListener
 from support.waiting import until
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvferry import plain_yaml
+from kvferry.util import plain_yaml
 from support.waiting import PATIENCE_S
 
 

@@ -20,9 +20,17 @@ from click.testing import CliRunner
 
 from kvferry import config as configuration
 from kvferry.cli import main
+from kvferry.engine.quality_report import (
+    MAX_FILE_BYTES,
+    Interval,
+    QualityReport,
+    Verdict,
+    judge,
+    read_report,
+    why_not_shown,
+)
 from kvferry.errors import ConfigError
 from kvferry.pages.geometry.config_json import from_config
-from kvferry.quality_report import MAX_FILE_BYTES, Interval, QualityReport, Verdict, judge, read_report, why_not_shown
 from kvferry_plan.quality.obstacles import Hardware, find_obstacles
 from kvferry_plan.quality.report_file import write_report
 from kvferry_plan.quality.samples import MAX_DATASET_BYTES, SHIPPED, load_dataset, sample_text, task_prompts

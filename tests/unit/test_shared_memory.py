@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.shared_memory import SHM_ROOT, held_by, record_shared_memory, recorded, remove_abandoned
+from kvferry.util.shared_memory import SHM_ROOT, held_by, record_shared_memory, recorded, remove_abandoned
 
 pytestmark = pytest.mark.skipif(not SHM_ROOT.is_dir(), reason="needs /dev/shm")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.task_set import TaskSet
+from kvferry.util.task_set import TaskSet
 
 
 async def test_tasks_are_kept_until_they_end() -> None:

@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry import telemetry
 from kvferry.engine.base import CachedTokens, FinishReason, PromptSources
-from kvferry.exposition import Exposition, Reading
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
 from kvferry.keeper.volumes.breaker import BreakerState
 from kvferry.keeper.volumes.failure_cause import Cause
 from kvferry.keeper.volumes.volume_state import VolumeState
-from kvferry.router.placement import Reason
-from kvferry.store.outcome import Outcome
-from kvferry.telemetry import (
+from kvferry.observability import telemetry
+from kvferry.observability.exposition import Exposition, Reading
+from kvferry.observability.telemetry import (
     CATALOGUE,
     ENDPOINTS,
     FALLBACK_CAUSES,
@@ -29,6 +27,8 @@ from kvferry.telemetry import (
     Kind,
     Metric,
 )
+from kvferry.router.placement import Reason
+from kvferry.store.outcome import Outcome
 from support.chart import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]

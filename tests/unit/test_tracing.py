@@ -14,11 +14,11 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from kvferry import tracing as tracing_module
 from kvferry.config import TracingConfig
 from kvferry.errors import ConfigError, NoDecodeWorker
-from kvferry.exposition import SpanCounts
-from kvferry.tracing import Clock, TraceContext, Tracing, error_type, start_tracing
+from kvferry.observability import tracing as tracing_module
+from kvferry.observability.exposition import SpanCounts
+from kvferry.observability.tracing import Clock, TraceContext, Tracing, error_type, start_tracing
 from support.waiting import until
 
 CONFIG = TracingConfig(endpoint="collector:4317")

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry import config as configuration
-from kvferry import vllm_arguments
+from kvferry.arguments import vllm_arguments
+from kvferry.arguments.vllm_arguments import KEYS_OF_ROLES, REFUSED, RULES, Rule
 from kvferry.errors import ConfigError
-from kvferry.vllm_arguments import KEYS_OF_ROLES, REFUSED, RULES, Rule
 from support.engine_arguments import VALUES
 
 BY_RULE = {rule: [name for name, of_name in RULES.items() if of_name is rule] for rule in Rule}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 
-from kvferry.addresses import is_loopback
+from kvferry.util.addresses import is_loopback
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),

@@ -15,12 +15,12 @@ import msgspec
 from msgspec import structs
 
 from kvferry.errors import InvalidRequest
+from kvferry.observability.tracing import TraceContext
 from kvferry.pages.exchange import ExchangeFields
 from kvferry.pages.keys import ImageSpan, PageImages, page_salt
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 from kvferry.tenancy.pages.outcome import TenantUsage
 from kvferry.tenancy.terms import EngineTerms
-from kvferry.tracing import TraceContext
 
 RequestId = NewType("RequestId", str)
 EngineId = NewType("EngineId", str)

@@ -11,7 +11,7 @@ from kvferry.engine.fair_turns import FairTurns
 from kvferry.engine.fork_process import WALL_PER_CPU, ForkProcess
 from kvferry.engine.forks import ForkLimits, Outcome, Verdict
 from kvferry.errors import InvalidRequest, KvferryError, Overloaded
-from kvferry.telemetry import FORK_OUTCOMES
+from kvferry.observability.telemetry import FORK_OUTCOMES
 
 MAX_WAITING = 64  # grammars that wait to be tried
 NUM_FORKS = 2

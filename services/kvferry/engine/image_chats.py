@@ -18,8 +18,8 @@ from kvferry.engine.fair_turns import FairTurns
 from kvferry.engine.fork_process import ForkProcess
 from kvferry.engine.forks import Outcome, Verdict
 from kvferry.errors import EngineError, InvalidRequest, KvferryError, Overloaded, by_code
-from kvferry.grpc_options import MAX_MESSAGE_BYTES
-from kvferry.telemetry import FORK_OUTCOMES, IMAGE_OUTCOMES
+from kvferry.observability.telemetry import FORK_OUTCOMES, IMAGE_OUTCOMES
+from kvferry.util.grpc_options import MAX_MESSAGE_BYTES
 
 MAX_WAITING = 64  # chats with images that wait for a process
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from kvferry import config as configuration
 from kvferry import model_folder
-from kvferry.addresses import node_address
 from kvferry.config import ClusterConfig
 from kvferry.engine.vllm.rendering.text_model import use_cpu_platform
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.etcd import EtcdMembership
+from kvferry.util.addresses import node_address
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.models import Route
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.usage.usage_log import UNFINISHED, UsageRecord
-from kvferry.tracing import Tracing
+from kvferry.observability.tracing import Tracing
 
 # Of one answer: choices times `max_tokens`, and these times `top_logprobs` + 1. A whole answer is kept until its end,
 # an entry of log-probabilities as about 200 bytes.

@@ -17,8 +17,7 @@ import msgspec
 import uvicorn
 from msgspec import structs
 
-from kvferry import __version__, collector, simulator
-from kvferry.addresses import join_host_port, reachable_host
+from kvferry import __version__
 from kvferry.config import DEFAULT_POOL, ClusterConfig, ModelConfig, entry_of
 from kvferry.engine.base import Renderer, RenderOutcomes
 from kvferry.engine.fork_process import WALL_PER_CPU, ForkProcess, InheritedFile
@@ -27,7 +26,6 @@ from kvferry.engine.image_chats import ImageChats, ImageSettings, image_identity
 from kvferry.engine.vllm.rendering.chat_template import read_chat_template
 from kvferry.engine.vllm.rendering.renderer import VllmRenderer
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.exposition import SpanCounts
 from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import OF_POOL, Admission, Readiness
 from kvferry.gateway.bodies.chat_images import ChatImages
@@ -45,10 +43,11 @@ from kvferry.gateway.prometheus_targets import Targets
 from kvferry.gateway.tls import GatewayTls
 from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.gateway.usage.usage_log import UsageLog
-from kvferry.http_server import HttpServer
-from kvferry.log_limit import limit_log
+from kvferry.link.identity.served_model import identity
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
-from kvferry.metrics_listener import MetricsListener
+from kvferry.observability.exposition import SpanCounts
+from kvferry.observability.metrics_listener import MetricsListener
+from kvferry.observability.tracing import Tracing, start_tracing
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.placement import why_unequal
@@ -59,8 +58,10 @@ from kvferry.router.usage import UsageExchange
 from kvferry.router.volume_pool import VolumePool, keeper_of
 from kvferry.router.volume_stream import follow_over
 from kvferry.router.worker_pool import WorkerPool
-from kvferry.served_model import identity
-from kvferry.tracing import Tracing, start_tracing
+from kvferry.util import collector, simulator
+from kvferry.util.addresses import join_host_port, reachable_host
+from kvferry.util.http_server import HttpServer
+from kvferry.util.log_limit import limit_log
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.engine.base import RenderOutcomes
-from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
 from kvferry.gateway.usage.model_uses import ModelUses
 from kvferry.gateway.usage.tenant_uses import TenantUses
 from kvferry.keeper.volumes.volume_state import VolumeState
-from kvferry.router.metrics import RouterMetrics
-from kvferry.telemetry import (
+from kvferry.observability.exposition import Exposition, Reading, SpanCounts, read_spans
+from kvferry.observability.telemetry import (
     BODY_BYTES_IN_FLIGHT,
     CHOICES_IN_FLIGHT,
     ENDPOINTS,
@@ -64,6 +63,7 @@ from kvferry.telemetry import (
     WORKERS_SEEN,
     Exporter,
 )
+from kvferry.router.metrics import RouterMetrics
 
 
 @dataclass(frozen=True, slots=True)

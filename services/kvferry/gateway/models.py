@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvferry.arguments.vllm_arguments import SPECULATION, speculates
 from kvferry.config import DEFAULT_POOL, ClusterConfig, entry_of
 from kvferry.engine.base import RenderedPrompt, Renderer, RenderOutcomes
 from kvferry.errors import InvalidRequest, KvferryError, ModelNotFound, NoDecodeWorker, NotReady
 from kvferry.gateway.canary import diverted_to
 from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.model_names import ModelNames
-from kvferry.link.gateway_identity import GatewayIdentity
-from kvferry.link.protocol import Identity
-from kvferry.task_set import TaskSet
-from kvferry.vllm_arguments import SPECULATION, speculates
+from kvferry.link.identity.gateway_identity import GatewayIdentity
+from kvferry.link.identity.protocol import Identity
+from kvferry.util.task_set import TaskSet
 
 log = logging.getLogger(__name__)
 

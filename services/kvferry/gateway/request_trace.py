@@ -14,7 +14,7 @@ from kvferry.engine.base import EngineOutput, EngineRequest
 from kvferry.errors import KvferryError
 from kvferry.gateway.bodies.openai_bodies import ChatBody, CompletionBody
 from kvferry.link.remote_request import OnOutput, OnText
-from kvferry.tracing import TRACEPARENT, TRACESTATE, Attributes, Span, Tracing, error_type
+from kvferry.observability.tracing import TRACEPARENT, TRACESTATE, Attributes, Span, Tracing, error_type
 
 _ENDPOINT_TO_OPERATION = {"chat_completions": "chat", "completions": "text_completion"}
 

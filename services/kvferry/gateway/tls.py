@@ -14,8 +14,8 @@ from cryptography.x509.oid import NameOID
 
 from kvferry.config import ServerTlsConfig
 from kvferry.errors import ConfigError
-from kvferry.file_signature import FileSignature, file_signature
 from kvferry.mutual_tls import AlertingSslObject
+from kvferry.util.file_signature import FileSignature, file_signature
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from kvferry.keeper.volumes.failure_cause import Cause
 from kvferry.keeper.volumes.io_threads import Kind, Operation
 from kvferry.keeper.volumes.volume_io import VolumeIo
 from kvferry.keeper.volumes.volume_set import VolumeSet
+from kvferry.observability.tracing import TraceContext
 from kvferry.store.layout import ChunkId, ChunkKey, ChunkLayout, LayoutDigest
 from kvferry.store.outcome import Outcome
-from kvferry.task_set import TaskSet
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tracing import TraceContext
+from kvferry.util.task_set import TaskSet
 
 
 class RemoteChunks(Protocol):

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from kvferry.keeper import messages
 from kvferry.keeper.engine_session import EngineSession
 from kvferry.keeper.messages import ProtocolError
+from kvferry.observability.tracing import Span
 from kvferry.store.layout import ChunkKey
 from kvferry.store.outcome import Outcome
-from kvferry.tracing import Span
 
 
 class Job:

@@ -30,12 +30,12 @@ from kvferry.keeper.volumes.io_threads import Kind, Operation
 from kvferry.keeper.volumes.volume_feed import Update, VolumeFeed
 from kvferry.keeper.volumes.volume_io import VolumeIo, VolumeIoStats
 from kvferry.keeper.volumes.volume_set import VolumeSet
+from kvferry.observability.tracing import TraceContext, Tracing
 from kvferry.store import folder
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.outcome import Outcome
 from kvferry.store.volume import Volume
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tracing import TraceContext, Tracing
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,8 @@ import time
 import grpc
 
 from kvferry import __version__, mutual_tls
-from kvferry.addresses import NODE_NAME_VARIABLE, is_loopback, join_host_port
 from kvferry.config import ClusterConfig, VolumeConfig
 from kvferry.errors import TierError
-from kvferry.exposition import SpanCounts
-from kvferry.grpc_options import CHANNEL_OPTIONS
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.metrics import KeeperMetrics
 from kvferry.keeper.remote.chunk_lender import ChunkLender
@@ -28,13 +25,16 @@ from kvferry.keeper.server import KeeperServer
 from kvferry.keeper.volume_tenants import VolumeTenants
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.membership.follower import MemberFollower
-from kvferry.metrics_listener import MetricsListener
+from kvferry.observability.exposition import SpanCounts
+from kvferry.observability.metrics_listener import MetricsListener
+from kvferry.observability.tracing import Tracing, start_tracing
 from kvferry.store import folder
 from kvferry.store.folder import MAX_WRITER_CHARS
 from kvferry.store.index.eviction import TenantRetention
 from kvferry.store.keyring import SealingKeyFile
 from kvferry.store.volume import Volume
-from kvferry.tracing import Tracing, start_tracing
+from kvferry.util.addresses import NODE_NAME_VARIABLE, is_loopback, join_host_port
+from kvferry.util.grpc_options import CHANNEL_OPTIONS
 
 log = logging.getLogger(__name__)
 

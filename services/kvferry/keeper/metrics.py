@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvferry import telemetry
-from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.remote.chunk_lender import ChunkLender
 from kvferry.keeper.remote.remote_reader import RemoteReader
 from kvferry.keeper.volumes.volume_io import VolumeIoStats
-from kvferry.telemetry import VERIFICATION_FAILURES, Exporter
+from kvferry.observability import telemetry
+from kvferry.observability.exposition import Exposition, Reading, SpanCounts, read_spans
+from kvferry.observability.telemetry import VERIFICATION_FAILURES, Exporter
 
 _READ = (
     *(telemetry.KEEPER_ENGINES, telemetry.KEEPER_REGIONS, telemetry.KEEPER_JOB_SECONDS, telemetry.KEEPER_PAGES),

@@ -9,16 +9,16 @@ from typing import Any
 import grpc
 
 from kvferry import __version__
-from kvferry.addresses import join_host_port
 from kvferry.errors import TierError
-from kvferry.grpc_options import CHANNEL_OPTIONS
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.remote.chunk_lender import ChunkLender
 from kvferry.keeper.volumes.volume_feed import Update
+from kvferry.observability.tracing import TRACEPARENT, TRACESTATE, Span, TraceContext, Tracing, end_after
 from kvferry.residency.codec import delta_to_wire, part_to_wire
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.store.layout import CHUNK_KEY_BYTES
-from kvferry.tracing import TRACEPARENT, TRACESTATE, Span, TraceContext, Tracing, end_after
+from kvferry.util.addresses import join_host_port
+from kvferry.util.grpc_options import CHANNEL_OPTIONS
 from kvferry.wire.v1 import keeper_pb2 as pb
 from kvferry.wire.v1 import worker_pb2
 

@@ -35,9 +35,9 @@ from kvferry.engine.base import (
     Turn,
 )
 from kvferry.errors import EngineDead, EngineError, KvferryError, by_code
+from kvferry.observability.tracing import TraceContext
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, MAX_WANTED_S, EngineTerms, TierTerms
-from kvferry.tracing import TraceContext
 from kvferry.wire.v1 import worker_pb2 as pb
 
 _FINISH_TO_WIRE = {

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Generator, Iterable
 
-from kvferry.grpc_options import MAX_MESSAGE_BYTES
+from kvferry.util.grpc_options import MAX_MESSAGE_BYTES
 
 # A peer with another protocol, or another version of this one, is refused at its first bytes.
 PREAMBLE = b"KVFERRY\x01"

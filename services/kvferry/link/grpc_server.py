@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import grpc
 
-from kvferry.addresses import join_host_port
 from kvferry.errors import UnavailableError
-from kvferry.grpc_options import CHANNEL_OPTIONS
+from kvferry.util.addresses import join_host_port
+from kvferry.util.grpc_options import CHANNEL_OPTIONS
 from kvferry.wire.v1 import worker_pb2 as pb
 
 SERVICE = "kvferry.wire.v1.Worker"

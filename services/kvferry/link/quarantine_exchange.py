@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from kvferry.link.protocol import QUARANTINE, QUARANTINE_KNOWN
+from kvferry.link.identity.protocol import QUARANTINE, QUARANTINE_KNOWN
 from kvferry.wire.v1 import worker_pb2 as pb
 
 

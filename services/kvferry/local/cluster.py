@@ -22,9 +22,10 @@ from typing import Any
 import httpx
 import psutil
 
-from kvferry import model_folder, plain_yaml, shared_memory
-from kvferry.addresses import free_port, node_address
+from kvferry import model_folder
+from kvferry.arguments.vllm_arguments import SPECULATION, draft_model
 from kvferry.config import ClusterConfig, GatewayConfig, parse
+from kvferry.engine.quality_report import check_quality_report
 from kvferry.engine.vllm.rendering.chat_template import read_chat_template
 from kvferry.engine.vllm.start.weights import weights_revision
 from kvferry.errors import ConfigError, LocalError
@@ -39,9 +40,9 @@ from kvferry.local.progress import NoProgress, Progress
 from kvferry.local.ray_process import Ray, engine_environment, is_of_ray, ray_environment, start_ray
 from kvferry.local.run_folder import ClusterBusy, ClusterRecord, RunFolder, run_folder
 from kvferry.pages.geometry.config_json import from_config
-from kvferry.quality_report import check_quality_report
 from kvferry.store.keyring import load_keyring
-from kvferry.vllm_arguments import SPECULATION, draft_model
+from kvferry.util import plain_yaml, shared_memory
+from kvferry.util.addresses import free_port, node_address
 
 _POLL_S = 0.5
 _PORT_PATIENCE_S = 2.0

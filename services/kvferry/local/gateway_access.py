@@ -6,8 +6,8 @@ import os
 import ssl
 from collections.abc import Mapping
 
-from kvferry.addresses import join_host_port
 from kvferry.config import GatewayConfig
+from kvferry.util.addresses import join_host_port
 
 # A key that `kvferry up` and `kvferry explain` show; it is never written anywhere.
 KEY_VARIABLE = "KVFERRY_API_KEY"

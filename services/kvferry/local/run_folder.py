@@ -21,7 +21,7 @@ from typing import Any
 
 from kvferry.errors import ConfigError, LocalError
 from kvferry.local.processes import Marks, ProcessIdentity
-from kvferry.shared_memory import RECORDS_FOLDER
+from kvferry.util.shared_memory import RECORDS_FOLDER
 
 RUN_DIR_VARIABLE = "KVFERRY_RUN_DIR"
 

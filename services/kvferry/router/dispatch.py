@@ -35,11 +35,13 @@ from kvferry.errors import (
     WorkerDraining,
     WorkerLost,
 )
-from kvferry.link.protocol import CONTINUE
+from kvferry.link.identity.protocol import CONTINUE
 from kvferry.link.quarantine import QUARANTINE_S, Quarantine, to_wire
 from kvferry.link.remote_request import OnOutput, OnText, RemoteRequest, transferred_pages
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId
+from kvferry.observability.telemetry import FALLBACK_CAUSES
+from kvferry.observability.tracing import Span, end_after
 from kvferry.router.answer import AnswerSoFar
 from kvferry.router.engine_losses import EngineLosses, digest_of
 from kvferry.router.metrics import RouterMetrics
@@ -59,8 +61,6 @@ from kvferry.router.request_record import RequestRecord, set_answer_attributes
 from kvferry.router.room_queue import ASK_AGAIN_S, RoomQueues
 from kvferry.router.volume_pool import volume_of
 from kvferry.router.worker_pool import WorkerPool
-from kvferry.telemetry import FALLBACK_CAUSES
-from kvferry.tracing import Span, end_after
 from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.exposition import Exposition
-from kvferry.router.placement import Reason
-from kvferry.telemetry import (
+from kvferry.observability.exposition import Exposition
+from kvferry.observability.telemetry import (
     CONTINUED_REQUESTS,
     DECODE_RETRIES,
     PLACEMENT_SECONDS,
@@ -16,6 +15,7 @@ from kvferry.telemetry import (
     SKIPPED_VOLUME_LOADS,
     TRANSFERRED_PAGES,
 )
+from kvferry.router.placement import Reason
 
 
 class RouterMetrics:

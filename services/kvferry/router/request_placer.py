@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvferry.config import entry_of, is_of_entry
 from kvferry.engine.base import EngineRequest, RequestId, TransferParams
 from kvferry.errors import KvferryError, NoDecodeWorker, Overloaded, Quarantined, UnavailableError
-from kvferry.link.protocol import CONTINUE, IMAGES
+from kvferry.link.identity.protocol import CONTINUE, IMAGES
 from kvferry.link.quarantine import QUARANTINE_S, Quarantine
 from kvferry.link.worker_link import Place, WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind

@@ -11,8 +11,8 @@ from msgspec import structs
 from kvferry.engine.base import NO_SOURCES, CachedTokens, EngineOutput, PromptSources
 from kvferry.link.remote_request import transferred_pages
 from kvferry.membership.base import Member, MemberId
+from kvferry.observability.tracing import Span
 from kvferry.router.placement import Placement
-from kvferry.tracing import Span
 
 MAX_PLACEMENTS = 8  # kept per request
 

@@ -19,7 +19,7 @@ from kvferry.residency.feed import Delta, ResidencyFollower, SnapshotPart
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.prices.pricing import NO_VOLUMES, VolumeCosts
 from kvferry.router.prices.rates import CostDefaults
-from kvferry.task_set import TaskSet
+from kvferry.util.task_set import TaskSet
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from typing import Any
 import grpc
 
 from kvferry.config import TlsConfig
-from kvferry.grpc_options import CHANNEL_OPTIONS
 from kvferry.keeper.volumes.volume_state import VolumeState
 from kvferry.membership.base import Member
 from kvferry.mutual_tls import channel_to
 from kvferry.residency.codec import residency_from_wire
 from kvferry.router.volume_pool import FollowVolume, VolumeUpdate
+from kvferry.util.grpc_options import CHANNEL_OPTIONS
 from kvferry.wire.v1 import keeper_pb2 as pb
 
 _FOLLOW = "/kvferry.wire.v1.Keeper/Follow"

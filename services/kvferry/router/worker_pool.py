@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from kvferry.config import WorkerConfig
-from kvferry.link.gateway_identity import GatewayIdentity
+from kvferry.link.identity.gateway_identity import GatewayIdentity
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership
 from kvferry.membership.follower import MemberFollower
 from kvferry.router.placement import Candidate, unpaired
-from kvferry.task_set import TaskSet
+from kvferry.util.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)

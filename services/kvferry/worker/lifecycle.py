@@ -12,21 +12,22 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvferry import __version__, simulator
-from kvferry.addresses import POD_UID_VARIABLE, join_host_port
+from kvferry import __version__
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Engine
 from kvferry.engine.hang_detector import HangDetector
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import EngineDead, KvferryError
-from kvferry.exposition import SpanCounts
+from kvferry.link.identity.served_model import identity
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
-from kvferry.metrics_listener import MetricsListener
+from kvferry.observability.exposition import SpanCounts
+from kvferry.observability.metrics_listener import MetricsListener
+from kvferry.observability.tracing import Tracing, start_tracing
 from kvferry.pages.exchange import exchange_digest
-from kvferry.served_model import identity
-from kvferry.shared_memory import record_shared_memory
 from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER
-from kvferry.tracing import Tracing, start_tracing
+from kvferry.util import simulator
+from kvferry.util.addresses import POD_UID_VARIABLE, join_host_port
+from kvferry.util.shared_memory import record_shared_memory
 from kvferry.worker.engine_floors import EngineFloors
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.residency_publisher import ResidencyPublisher

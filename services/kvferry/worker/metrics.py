@@ -8,11 +8,11 @@ from typing import Any
 
 from msgspec import structs
 
-from kvferry import telemetry
 from kvferry.engine.base import Engine, EngineStats, EngineTimes, KvTransferStats
 from kvferry.errors import KvferryError
-from kvferry.exposition import Exposition, Reading, SpanCounts, read_spans
-from kvferry.telemetry import Exporter
+from kvferry.observability import telemetry
+from kvferry.observability.exposition import Exposition, Reading, SpanCounts, read_spans
+from kvferry.observability.telemetry import Exporter
 from kvferry.tenancy.pages.outcome import OTHER, Cause, Refusal, TenantUsage
 from kvferry.worker.server import WorkerServer
 

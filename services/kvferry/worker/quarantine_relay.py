@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from kvferry.link.gateway_session import GatewaySession
-from kvferry.link.protocol import QUARANTINE_KNOWN
+from kvferry.link.identity.protocol import QUARANTINE_KNOWN
 from kvferry.link.quarantine import Quarantine
 from kvferry.wire.v1 import worker_pb2 as pb
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineTimes, FinishReason
 from kvferry.errors import Preempted
-from kvferry.tracing import Clock, Span, Tracing, error_type
+from kvferry.observability.tracing import Clock, Span, Tracing, error_type
 
 
 class RequestMetrics(Protocol):

@@ -19,11 +19,11 @@ from kvferry.link.first_outputs import FirstOutputs
 from kvferry.link.frame_server import FrameServer
 from kvferry.link.gateway_session import GatewaySession, SessionTransport
 from kvferry.link.grpc_server import GrpcServer
+from kvferry.link.identity.protocol import POOLS, Identity, identity_of, why_incompatible
 from kvferry.link.image_room import ImageRoom
-from kvferry.link.protocol import POOLS, Identity, identity_of, why_incompatible
 from kvferry.link.tenant_meter import TenantMeter
 from kvferry.membership.base import MemberKind
-from kvferry.task_set import TaskSet
+from kvferry.util.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.quarantine_relay import QuarantineRelay
 from kvferry.worker.request_instrumentation import RequestInstrumentation

@@ -13,9 +13,10 @@ from typing import Any, ParamSpec
 
 import click
 
-from kvferry import model_folder, plain_yaml
-from kvferry.engine.vllm.start.model_kinds import ARCHITECTURES
+from kvferry import model_folder
+from kvferry.engine.vllm.model_kinds import ARCHITECTURES
 from kvferry.errors import ConfigError, KvferryError
+from kvferry.util import plain_yaml
 from kvferry_plan import model_catalogue
 from kvferry_plan.commands import inputs, parameter_count, report
 from kvferry_plan.planner import (

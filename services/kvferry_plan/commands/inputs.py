@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvferry import plain_yaml
 from kvferry.errors import ConfigError
+from kvferry.util import plain_yaml
 from kvferry_plan.planner import workload
 from kvferry_plan.planner.gpu_catalogue import MAX_FILE_BYTES, Gpu, merged
 from kvferry_plan.planner.workload import Lengths

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from kvferry import plain_yaml
 from kvferry.errors import ConfigError
+from kvferry.util import plain_yaml
 
 MAX_GPUS: Final = 256
 MAX_PRICES: Final = 16  # of one GPU

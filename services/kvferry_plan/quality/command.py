@@ -19,9 +19,9 @@ from rich.table import Table
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
+from kvferry.engine.quality_report import IntervalRecord, QualityReport, Verdict
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
-from kvferry.quality_report import IntervalRecord, QualityReport, Verdict
 from kvferry_plan.quality.report_file import check_writable, write_report
 from kvferry_plan.quality.samples import Dataset, load_dataset
 

@@ -23,15 +23,15 @@ from typing import Any
 import msgspec
 
 from kvferry import model_folder
-from kvferry import quality_report as reports
 from kvferry.config import ClusterConfig
+from kvferry.engine import quality_report as reports
+from kvferry.engine.quality_report import Interval, QualityReport
 from kvferry.engine.vllm.start.arguments import prepare_environment
 from kvferry.engine.vllm.start.weights import weights_revision
 from kvferry.errors import ConfigError, LocalError
 from kvferry.pages.geometry.config_json import from_config
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
 from kvferry.pages.geometry.model import ModelGeometry
-from kvferry.quality_report import Interval, QualityReport
 from kvferry_plan.quality.obstacles import Hardware, find_obstacles
 from kvferry_plan.quality.report_file import length_record, record
 from kvferry_plan.quality.run import ANSWERS_FILE, RUN_FILE, ForcedSample, QualityRun, sample_file

@@ -1,4 +1,4 @@
-"""Writes the report of `kvferry quality`; kvferry.quality_report reads it."""
+"""Writes the report of `kvferry quality`; kvferry.engine.quality_report reads it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import IO
 
 import msgspec
 
+from kvferry.engine.quality_report import IntervalRecord, LengthRecord, QualityReport
 from kvferry.errors import ConfigError
-from kvferry.quality_report import IntervalRecord, LengthRecord, QualityReport
 from kvferry_plan.quality.verdict import LengthResult
 
 _MODE = 0o644

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, stdev
 
-from kvferry.quality_report import Interval
+from kvferry.engine.quality_report import Interval
 
 _CONFIDENCE = 0.95
 _NORMAL = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.quality_report import Interval, Verdict, judge
+from kvferry.engine.quality_report import Interval, Verdict, judge
 from kvferry_plan.quality.statistics import interval_of_mean, interval_of_share
 
 

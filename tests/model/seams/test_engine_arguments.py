@@ -12,12 +12,8 @@ import pytest
 
 from kvferry import config as configuration
 from kvferry import model_folder
-from kvferry.argument_values import EXPECTED, OneOf, Whole, whole
-from kvferry.config import EngineConfig, ModelConfig
-from kvferry.engine.vllm.engine import VllmEngine
-from kvferry.errors import ConfigError, UnsupportedEngine
-from kvferry.pages.exchange import ARGUMENTS
-from kvferry.vllm_arguments import (
+from kvferry.arguments.argument_values import EXPECTED, OneOf, Whole, whole
+from kvferry.arguments.vllm_arguments import (
     DRAFT_METHODS,
     FREE_VARIABLES,
     KEYS_OF_MAPPINGS,
@@ -27,6 +23,10 @@ from kvferry.vllm_arguments import (
     SPECULATION,
     Rule,
 )
+from kvferry.config import EngineConfig, ModelConfig
+from kvferry.engine.vllm.engine import VllmEngine
+from kvferry.errors import ConfigError, UnsupportedEngine
+from kvferry.pages.exchange import ARGUMENTS
 from support.engine_arguments import VALUES
 from support.vllm_configs import vllm_config_of
 

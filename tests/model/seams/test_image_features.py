@@ -207,7 +207,7 @@ def test_features_that_would_end_an_engine_are_refused(changes: dict[str, Any], 
 
 def test_every_image_architecture_has_its_check_and_others_take_no_images() -> None:
     from kvferry.engine.vllm.image_models import CHECKS, image_prompt
-    from kvferry.engine.vllm.start.model_kinds import IMAGE_ARCHITECTURES
+    from kvferry.engine.vllm.model_kinds import IMAGE_ARCHITECTURES
 
     assert CHECKS.keys() == IMAGE_ARCHITECTURES
     request = EngineRequest(RequestId("r"), [9, 1], Sampling(max_tokens=1), images=(PromptImage("digest", 0, 1, b"x"),))

@@ -145,7 +145,7 @@ class TestKeeperTier:
     def test_a_load_says_whose_trace_it_belongs_to(self, tier: Any) -> None:
         from kvferry.engine.base import TierHints
         from kvferry.engine.vllm.plugins.tier.request_tier_state import to_kv_hints
-        from kvferry.tracing import TraceContext
+        from kvferry.observability.tracing import TraceContext
 
         trace = TraceContext("00-" + 32 * "a" + "-" + 16 * "b" + "-01", "shop=7")
         context, keys = context_of(Request(list(range(40)), to_kv_hints("r", TierHints(), trace)), 2)

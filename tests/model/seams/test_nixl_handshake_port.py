@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.addresses import free_port
+from kvferry.util.addresses import free_port
 
 from .support import parameters
 

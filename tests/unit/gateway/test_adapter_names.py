@@ -15,7 +15,7 @@ from kvferry.errors import ModelNotFound, NoDecodeWorker
 from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.models import Models
-from kvferry.link.protocol import Identity
+from kvferry.link.identity.protocol import Identity
 from kvferry_sim import SimRenderer
 
 POOLS = {"fast": {"served_name": "m-fast"}, "bank": {"served_name": "m-bank", "dedicated": True}}

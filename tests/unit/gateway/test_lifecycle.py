@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from kvferry.collector import THRESHOLDS
 from kvferry.gateway.lifecycle import SWITCH_INTERVAL_S
+from kvferry.util.collector import THRESHOLDS
 from support.waiting import PATIENCE_S
 
 PROGRAM = """

@@ -9,7 +9,7 @@ import pytest
 from kvferry.gateway.usage import model_uses
 from kvferry.gateway.usage.model_uses import ModelUses
 from kvferry.gateway.usage.usage_log import UsageRecord
-from kvferry.telemetry import MODEL_FIRST_TOKEN, MODEL_READY, MODEL_REQUESTS, MODEL_TOKENS
+from kvferry.observability.telemetry import MODEL_FIRST_TOKEN, MODEL_READY, MODEL_REQUESTS, MODEL_TOKENS
 
 
 def note(uses: ModelUses, asked: str, model: str, outcome: str = "ok") -> None:

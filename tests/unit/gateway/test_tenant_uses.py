@@ -9,7 +9,7 @@ import pytest
 from kvferry.gateway.usage import tenant_uses
 from kvferry.gateway.usage.tenant_uses import OTHER, TenantUses
 from kvferry.gateway.usage.usage_log import UsageRecord
-from kvferry.telemetry import TENANT_REQUESTS, TENANT_TOKENS
+from kvferry.observability.telemetry import TENANT_REQUESTS, TENANT_TOKENS
 
 
 def note(uses: TenantUses, tenant: str, outcome: str = "ok") -> None:

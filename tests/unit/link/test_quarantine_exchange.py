@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.link.protocol import QUARANTINE, QUARANTINE_KNOWN
+from kvferry.link.identity.protocol import QUARANTINE, QUARANTINE_KNOWN
 from kvferry.link.quarantine_exchange import QuarantineExchange
 from kvferry.wire.v1 import worker_pb2 as pb
 

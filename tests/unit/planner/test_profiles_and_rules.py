@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvferry import telemetry
 from kvferry.errors import ConfigError
+from kvferry.observability import telemetry
 from kvferry_plan.planner import engine_settings, plan, published, rules
 from kvferry_plan.planner.profiles import PROFILES, Profile, find
 from support.plan_questions import question

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.telemetry import EVICTION_CAUSES, EVICTION_REFUSALS
+from kvferry.observability.telemetry import EVICTION_CAUSES, EVICTION_REFUSALS
 from kvferry.tenancy.pages.outcome import Cause, Refusal
 from kvferry.tenancy.records import TenantRecord, decode, encode
 from kvferry.tenancy.terms import (

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from kvferry.addresses import free_port
 from kvferry.config import AdaptersConfig, EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import (
     EngineId,
@@ -42,6 +41,7 @@ from kvferry.engine.base import (
 )
 from kvferry.engine.fair_turns import FairTurns
 from kvferry.engine.parsing import ParsedAnswer
+from kvferry.engine.quality_report import QualityReport, read_report, why_not_shown
 from kvferry.engine.vllm.adapter_folder import stage
 from kvferry.engine.vllm.adapters import Adapters
 from kvferry.engine.vllm.rendering.structured_outputs import StructuredOutputValidator, structured_outputs_config
@@ -68,8 +68,8 @@ from kvferry.engine.vllm.start.weights import weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, UnsupportedEngine
 from kvferry.model_folder import cache_folder
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
-from kvferry.quality_report import QualityReport, read_report, why_not_shown
 from kvferry.tenancy.pages.outcome import TenantUsage
+from kvferry.util.addresses import free_port
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -182,10 +182,10 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from kvferry.engine.vllm.continuation import Continuations
+        from kvferry.engine.vllm.model_kinds import why_refused
         from kvferry.engine.vllm.parsing import Parsers, check_names
         from kvferry.engine.vllm.prompt_sources import PromptSourceRecorder
         from kvferry.engine.vllm.start.argument_parser import check_variables, refusal
-        from kvferry.engine.vllm.start.model_kinds import why_refused
         from kvferry.engine.vllm.start.start_checks import why_not_startable
         from kvferry.engine.vllm.stat_logger import EngineStatLogger
 

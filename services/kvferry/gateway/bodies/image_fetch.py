@@ -15,7 +15,7 @@ import httpx
 from kvferry.config import ImagesConfig
 from kvferry.engine.vllm.rendering.render_loop import RenderLoop
 from kvferry.errors import InvalidRequest, Overloaded
-from kvferry.telemetry import FETCH_OUTCOMES
+from kvferry.observability.telemetry import FETCH_OUTCOMES
 
 MAX_URL_CHARS = 2048
 _MAX_ADDRESSES = 4  # of a host, that are tried one after the other

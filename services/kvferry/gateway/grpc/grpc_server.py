@@ -10,7 +10,6 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import grpc
 
-from kvferry.addresses import join_host_port
 from kvferry.config import GatewayConfig
 from kvferry.errors import (
     BodyTooLarge,
@@ -37,6 +36,7 @@ from kvferry.gateway.request_trace import RequestTrace, begin_trace
 from kvferry.gateway.tls import common_name
 from kvferry.gateway.unread_answers import STALL_S, UnreadAnswers
 from kvferry.inference.v1 import inference_pb2 as pb
+from kvferry.util.addresses import join_host_port
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import msgspec
 
-from kvferry.addresses import describe_client
 from kvferry.config import GatewayConfig
 from kvferry.errors import (
     BodyTimeout,
@@ -26,7 +25,6 @@ from kvferry.errors import (
     RouteNotFound,
     Unauthenticated,
 )
-from kvferry.exposition import CONTENT_TYPE
 from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Admission, Claim, CountedRequest, Readiness
 from kvferry.gateway.bodies.large_bodies import join
@@ -44,6 +42,8 @@ from kvferry.gateway.models import Models
 from kvferry.gateway.record_views import for_tenant
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
 from kvferry.gateway.unread_answers import Connection, UnreadAnswers
+from kvferry.observability.exposition import CONTENT_TYPE
+from kvferry.util.addresses import describe_client
 
 log = logging.getLogger(__name__)
 

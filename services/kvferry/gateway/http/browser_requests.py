@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from kvferry.addresses import is_loopback
 from kvferry.errors import InvalidRequest, PermissionDenied, UnsupportedMediaType
+from kvferry.util.addresses import is_loopback
 
 Headers = Sequence[tuple[bytes, bytes]]
 

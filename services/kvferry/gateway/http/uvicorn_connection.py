@@ -15,13 +15,13 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from kvferry.addresses import describe_client
 from kvferry.errors import HeadersTimeout, HeadersTooLarge, InvalidRequest, KvferryError, Overloaded, UrlTooLong
 from kvferry.gateway.http.browser_requests import require_host
 from kvferry.gateway.http.connection_limits import ConnectionLimits
 from kvferry.gateway.http.openai_responses import error_body
 from kvferry.gateway.tls import common_name
 from kvferry.gateway.unread_answers import UnreadAnswers
+from kvferry.util.addresses import describe_client
 
 EXTENSION = "kvferry.exchange"  # the key of `scope["extensions"]` under which a request finds its Exchange
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from typing import NamedTuple
 
-from kvferry.addresses import is_loopback
 from kvferry.config import GatewayConfig
 from kvferry.errors import NotReady, PermissionDenied, Unauthenticated
 from kvferry.gateway.identity.jwt_tokens import JwtTokens, looks_like_jwt
@@ -14,6 +13,7 @@ from kvferry.gateway.identity.tenant_directory import TenantDirectory
 from kvferry.gateway.identity.tenants import DEFAULT_TENANT, Tenant, Tenants
 from kvferry.tenancy.names import check_claimed_name, check_name
 from kvferry.tenancy.records import KEY_PREFIX, TenantRecord
+from kvferry.util.addresses import is_loopback
 
 _SCHEME = "bearer"
 

@@ -20,12 +20,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry import plain_yaml
 from kvferry.config import check_pool_name
 from kvferry.errors import ConfigError
-from kvferry.file_signature import FileSignature, file_signature
 from kvferry.tenancy.names import check_name
 from kvferry.tenancy.records import KeyRecord, make_key
+from kvferry.util import plain_yaml
+from kvferry.util.file_signature import FileSignature, file_signature
 
 log = logging.getLogger(__name__)
 

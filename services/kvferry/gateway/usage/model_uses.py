@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from kvferry import telemetry
-from kvferry.exposition import Reading
 from kvferry.gateway.usage.tenant_uses import TenantUse
 from kvferry.gateway.usage.usage_log import UsageRecord
-from kvferry.telemetry import TENANT_OUTCOMES, TENANT_TOKEN_KINDS
+from kvferry.observability import telemetry
+from kvferry.observability.exposition import Reading
+from kvferry.observability.telemetry import TENANT_OUTCOMES, TENANT_TOKEN_KINDS
 from kvferry.tenancy.pages.outcome import OTHER
 
 # Pairs of a model that was asked and one that answered: models come and go while a gateway serves.

@@ -6,10 +6,10 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from kvferry import telemetry
-from kvferry.exposition import Reading
 from kvferry.gateway.usage.usage_log import UsageLog, UsageRecord
-from kvferry.telemetry import TENANT_OUTCOMES, TENANT_TOKEN_KINDS
+from kvferry.observability import telemetry
+from kvferry.observability.exposition import Reading
+from kvferry.observability.telemetry import TENANT_OUTCOMES, TENANT_TOKEN_KINDS
 from kvferry.tenancy.pages.outcome import OTHER
 
 MAX_NAMED: Final = 200  # tenants with series of their own

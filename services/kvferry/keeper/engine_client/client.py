@@ -17,9 +17,9 @@ from kvferry.keeper.engine_client.client_jobs import ClientJob, ClientJobs
 from kvferry.keeper.engine_client.client_jobs import ClientStats as ClientStats
 from kvferry.keeper.engine_client.client_jobs import JobDone as JobDone
 from kvferry.keeper.engine_client.client_thread import ClientThread
+from kvferry.observability.tracing import TraceContext
 from kvferry.store.layout import CHUNK_KEY_BYTES, ChunkKey, ChunkLayout
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tracing import TraceContext
 
 
 class Region(NamedTuple):

@@ -19,8 +19,8 @@ from kvferry.keeper.volumes.failure_cause import Cause
 from kvferry.store.chunk_file import HEADER_BYTES
 from kvferry.store.layout import CHUNK_KEY_BYTES, LAYOUT_DIGEST_BYTES, ChunkId, ChunkKey, LayoutDigest
 from kvferry.store.outcome import Outcome
-from kvferry.task_set import TaskSet
 from kvferry.tenancy.namespace import Namespace
+from kvferry.util.task_set import TaskSet
 from kvferry.wire.v1 import keeper_pb2 as pb
 
 STAGING_BYTES = 128 << 20

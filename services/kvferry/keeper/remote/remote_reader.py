@@ -23,12 +23,12 @@ from kvferry.keeper.messages import pack_chunk_keys
 from kvferry.keeper.remote.nixl_agent import NixlAgent, Read
 from kvferry.keeper.volumes.breaker import Breaker
 from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.observability.tracing import TraceContext
 from kvferry.store import chunk_file
 from kvferry.store.chunk_file import HEADER_BYTES, Keyring
 from kvferry.store.layout import ChunkId, ChunkLayout
 from kvferry.store.outcome import Outcome
-from kvferry.task_set import TaskSet
-from kvferry.tracing import TraceContext
+from kvferry.util.task_set import TaskSet
 from kvferry.wire.v1 import keeper_pb2 as pb
 from kvferry.wire.v1 import keeper_pb2_grpc
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.tiny_models import OVERRIDDEN, SHOWN
-from kvferry.engine.vllm.start.model_kinds import (
+from kvferry.engine.vllm.model_kinds import (
     ADAPTER_ARCHITECTURES,
     ARCHITECTURES,
     IMAGE_ARCHITECTURES,

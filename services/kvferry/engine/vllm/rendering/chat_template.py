@@ -7,7 +7,7 @@ from typing import Final, NoReturn
 
 from kvferry.config import ModelConfig
 from kvferry.errors import ConfigError
-from kvferry.regular_file import open_regular
+from kvferry.util.regular_file import open_regular
 
 MAX_BYTES: Final = 1 << 20
 KEY: Final = "model.chat_template"

@@ -19,7 +19,7 @@ from vllm.multimodal.inputs import (
 from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackDecoder, MsgpackEncoder
 
 from kvferry.errors import InvalidRequest
-from kvferry.grpc_options import MAX_MESSAGE_BYTES
+from kvferry.util.grpc_options import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from kvferry import collector
 from kvferry.config import ModelConfig
 from kvferry.engine.base import ANYBODY, Asker, ChatImage, Parse, RenderedPrompt, RenderOutcomes
 from kvferry.engine.fair_turns import FairTurns
 from kvferry.engine.fork_process import ForkProcess, InheritedFile
 from kvferry.engine.grammar_checks import LIMITS, GrammarChecks
 from kvferry.engine.image_chats import ImageChats
+from kvferry.engine.vllm.model_kinds import IMAGE_ARCHITECTURES
 from kvferry.engine.vllm.rendering.grammars import grammar_of, prepared_spec, special_tokens_of, with_place
 from kvferry.engine.vllm.rendering.plain_prompts import (
     CHARS_PER_PART,
@@ -37,8 +37,8 @@ from kvferry.engine.vllm.rendering.plain_prompts import (
 from kvferry.engine.vllm.rendering.render_loop import RenderLoop
 from kvferry.engine.vllm.rendering.vllm_prompts import VllmPrompts
 from kvferry.engine.vllm.rendering.vocabulary import Vocabulary
-from kvferry.engine.vllm.start.model_kinds import IMAGE_ARCHITECTURES
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
+from kvferry.util import collector
 
 log = logging.getLogger(__name__)
 

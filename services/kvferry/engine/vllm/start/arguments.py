@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from kvferry.arguments.vllm_arguments import DRAFT_METHODS, SPECULATION, equal_values
 from kvferry.config import AdaptersConfig, EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import EngineId, EngineInfo
 from kvferry.engine.vllm.start.argument_parser import parsed
@@ -14,7 +15,6 @@ from kvferry.engine.vllm.start.draft_model import DraftModel
 from kvferry.model_folder import cache_folder
 from kvferry.pages.exchange import ARGUMENTS, WEIGHTS
 from kvferry.pages.geometry.config_json import from_config
-from kvferry.vllm_arguments import DRAFT_METHODS, SPECULATION, equal_values
 
 CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.nixl.nixl_connector"
 CONNECTOR_CLASS = "KvTransferConnector"

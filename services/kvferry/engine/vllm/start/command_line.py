@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 
+from kvferry.arguments.vllm_arguments import SPECULATION, draft_model
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import EngineId
 from kvferry.engine.vllm.start.argument_parser import check_variables, words
 from kvferry.engine.vllm.start.arguments import engine_arguments, kv_transfer_config, tier_connector
 from kvferry.engine.vllm.start.draft_model import drafts_of_prefill
-from kvferry.vllm_arguments import SPECULATION, draft_model
 
 _LATER = "set-at-start"  # new for each engine, or known only where it runs
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvferry import model_folder, vllm_arguments
+from kvferry import model_folder
+from kvferry.arguments import vllm_arguments
 from kvferry.config import EngineConfig
 from kvferry.engine.vllm.start.argument_parser import key_of
 from kvferry.engine.vllm.start.weight_loading import check_load_format

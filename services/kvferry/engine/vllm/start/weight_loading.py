@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvferry.arguments.vllm_arguments import LOAD_FORMAT, SAFETENSORS, STREAMED
 from kvferry.engine.vllm.start.argument_parser import key_of
 from kvferry.errors import ConfigError
-from kvferry.vllm_arguments import LOAD_FORMAT, SAFETENSORS, STREAMED
 
 _INDEX = "model.safetensors.index.json"
 _PACKAGE, _MODULE = "runai-model-streamer", "runai_model_streamer"

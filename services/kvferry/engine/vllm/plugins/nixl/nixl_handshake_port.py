@@ -12,7 +12,7 @@ from typing import Any
 
 from zmq.error import ZMQError
 
-from kvferry.addresses import free_port
+from kvferry.util.addresses import free_port
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from kvferry.engine.base import NewFloors, TierHints
+from kvferry.observability.tracing import TraceContext
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.terms import EngineTerms
-from kvferry.tracing import TraceContext
 
 _HINT_TYPE = "kvferry.tier"
 _HINT_VERSION = "1"

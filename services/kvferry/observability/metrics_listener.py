@@ -14,11 +14,11 @@ from typing import Any
 
 import uvicorn
 
-from kvferry.addresses import join_host_port, reachable_host
 from kvferry.config import MetricsConfig
 from kvferry.errors import ConfigError
-from kvferry.exposition import CONTENT_TYPE
-from kvferry.http_server import HttpServer
+from kvferry.observability.exposition import CONTENT_TYPE
+from kvferry.util.addresses import join_host_port, reachable_host
+from kvferry.util.http_server import HttpServer
 
 log = logging.getLogger(__name__)
 

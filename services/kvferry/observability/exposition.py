@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from kvferry.telemetry import CATALOGUE, SPAN_OUTCOMES, Exporter, Kind, Metric
+from kvferry.observability.telemetry import CATALOGUE, SPAN_OUTCOMES, Exporter, Kind, Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvferry.link.protocol import Identity
+from kvferry.link.identity.protocol import Identity
 from kvferry.membership.base import MemberId
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from typing import Any
 
-from kvferry.addresses import is_url
+from kvferry.util.addresses import is_url
 
 MAX_ARGUMENTS = 64  # of one section
 MAX_VALUE_CHARS = 16_384  # of one value, as JSON

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kvferry.vllm_arguments import DRAFT_METHODS, DRAFT_MODEL, SPECULATION
+from kvferry.arguments.vllm_arguments import DRAFT_METHODS, DRAFT_MODEL, SPECULATION
 
 # Heads that were tried: tests/model/test_draft_model.py.
 EAGLE_ARCHITECTURES = frozenset({"EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"})

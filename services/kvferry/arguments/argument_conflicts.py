@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kvferry.argument_values import whole
-from kvferry.vllm_arguments import LOADER_OPTIONS, SPECULATION, draft_model, why_no_loading
+from kvferry.arguments.argument_values import whole
+from kvferry.arguments.vllm_arguments import LOADER_OPTIONS, SPECULATION, draft_model, why_no_loading
 
 
 def why_in_conflict(

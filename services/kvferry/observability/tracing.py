@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from kvferry import __version__
 from kvferry.config import TracingConfig
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.exposition import SpanCounts
+from kvferry.observability.exposition import SpanCounts
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -1,0 +1,1 @@
+"""What both ends of a link say of themselves, and when they refuse each other."""

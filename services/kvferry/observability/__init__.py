@@ -1,0 +1,1 @@
+"""Metrics and traces: the catalogue, Prometheus text, its listener, spans."""
