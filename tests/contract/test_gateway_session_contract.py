@@ -119,6 +119,33 @@ async def test_a_worker_stops_though_a_gateway_has_just_reset_its_connection(
     await until(lambda: quiet(engine) and not worker.num_requests)
 
 
+async def test_a_workers_grpc_server_stops_though_its_frames_cannot(
+    worker: WorkerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(grace_s: float) -> None:
+        raise OSError("the connection is in a state that nobody thought of")
+
+    monkeypatch.setattr(worker._frames, "stop", fail)
+    with pytest.raises(OSError, match="nobody thought of"):
+        await worker.stop(0)
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", worker.port)
+    monkeypatch.undo()
+
+
+async def test_a_worker_that_has_stopped_has_no_request_left(worker: WorkerServer, engine: SimEngine) -> None:
+    gateways = [Gateway(worker) for _ in range(20)]
+    for number, gateway in enumerate(gateways):
+        await gateway.hello()
+        await gateway.submit(1, request(f"r{number}", max_tokens=5000))
+    await until(lambda: worker.num_requests == len(gateways))
+    await worker.stop(0)
+    assert quiet(engine)
+    assert not worker.num_requests
+    for gateway in gateways:
+        await gateway.leave()
+
+
 @pytest.mark.parametrize("repeat", range(5))
 async def test_a_submit_directly_followed_by_its_cancel_leaks_nothing(
     worker: WorkerServer, gateway: Gateway, engine: SimEngine, repeat: int

@@ -1,1 +1,1 @@
-"""Small things that know nothing of serving: addresses, files, tasks, YAML."""
+"""Helpers that do not depend on serving: addresses, files, tasks, YAML."""

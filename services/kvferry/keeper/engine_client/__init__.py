@@ -1,1 +1,1 @@
-"""The end of a keeper's connection in an engine."""
+"""The engine's end of its connection to the keeper."""

@@ -1,0 +1,44 @@
+"""Signals to `kvferry up` and `kvferry down` while they start or end processes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.local.child import Pace
+from kvferry.local.cluster import _deferred_interrupts
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def _own_handlers() -> Iterator[None]:
+    assert threading.current_thread() is threading.main_thread(), "only it has handlers"
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_second_signal_does_not_end_the_command_before_its_cleanup(number: signal.Signals) -> None:
+    pace, second = Pace(), Pace()
+    with _deferred_interrupts(pace):
+        signal.raise_signal(number)
+        noted = signal.getsignal(number)
+    assert pace.is_interrupted
+    assert signal.getsignal(number) is noted
+    # The cleanup defers signals too, and leaves the command with handlers that only note them.
+    with _deferred_interrupts(second):
+        pass
+    assert signal.getsignal(number) is noted
+
+
+def test_handlers_are_as_before_where_nothing_interrupted() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with _deferred_interrupts(Pace()):
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
