@@ -70,6 +70,32 @@ class TestEvents:
         finally:
             publisher.shutdown()
 
+    async def test_a_batch_that_was_replayed_does_not_come_once_more(self, tmp_path: Path) -> None:
+        """It is sent to subscribers while the listener asks for what it missed."""
+        import zmq.asyncio
+        from vllm.distributed.kv_events import KVEventBatch
+
+        from kvferry.engine.vllm.events import _END_OF_REPLAY, listen
+
+        payload = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[]))
+        endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+        with zmq.asyncio.Context() as context, context.socket(zmq.XPUB) as live, context.socket(zmq.ROUTER) as old:
+            live.bind(endpoint)
+            old.bind(replay)
+            batches = listen(endpoint, replay)
+            first = asyncio.ensure_future(anext(batches))
+            await live.recv()  # the subscription is there
+            client, _, start = await old.recv_multipart()
+            assert int.from_bytes(start, "big") == 0
+            for number in (0, 1):
+                await old.send_multipart((client, b"", b"", number.to_bytes(8, "big"), payload))
+            await old.send_multipart((client, b"", b"", _END_OF_REPLAY, b""))
+            assert (await first).sequence == 0
+            for number in (1, 2):
+                await live.send_multipart((b"", number.to_bytes(8, "big"), payload))
+            assert [(await anext(batches)).sequence for _ in range(2)] == [1, 2]
+            await batches.aclose()
+
     @pytest.mark.parametrize(
         ("lora_name", "extra_keys", "salt"),
         [
