@@ -52,10 +52,10 @@ LIMITS = {
     # What grew while only the figures above had limits. They go down with the code, and never up.
     "files": 395,
     "lines": 57_310,
-    "docstring_words": 34_980,  # a share of the lines would rise where code goes
+    "docstring_words": 34_977,  # a share of the lines would rise where code goes
     "root_modules": 8,
     "most_files_in_a_package": 19,
-    "settings": 241,
+    "settings": 235,
     "files_called": 79,
 }
 _LONG_FUNCTION = 60

@@ -653,24 +653,20 @@ class GatewayConfig(_Section):
     # Of HTTP, and of gRPC as many again; the process's limit of open files is raised for them.
     max_connections: int = Field(8192, ge=1)
     max_connections_per_peer: int = Field(0, ge=0)  # of one address, over HTTP; 0: no limit, as behind a load balancer
-    max_grpc_calls: int = Field(8192, ge=1)  # at once, also of health checks and reflection
-    max_grpc_streams_per_connection: int = Field(1024, ge=1)
     # Names in `Host` beside loopback ones that a gateway without keys on loopback answers to, such as a proxy's.
     allowed_hosts: tuple[str, ...] = ()
-    max_write_buffer_bytes: int = Field(4 << 20, ge=64 << 10)  # a client that leaves more of a stream unread is cut
     images: ImagesConfig = ImagesConfig()
-    request_timeout_s: float = Field(600, gt=0)  # from a complete body to the end of the answer
+    # From a complete body to the end of the answer. A prefill may take a fifth of it; then the decode worker computes
+    # the prompt itself.
+    request_timeout_s: float = Field(600, gt=0)
     first_token_timeout_s: float = Field(300, gt=0)  # of each choice
     # Of each choice. Longer than `worker.hang_timeout_s`, or answers end before another worker continues them.
     inter_token_timeout_s: float = Field(180, gt=0)
-    sse_keep_alive_s: float = Field(15, ge=0)  # a stream is never silent for longer; 0: no comments are sent
-    prefill_timeout_s: float = Field(120, gt=0)  # then the decode worker computes the prompt itself
     placement: Literal["priced", "round_robin"] = "priced"
     # While all workers are full, requests wait in line, first come first served, before anything of them is computed.
     # More than these, of each pool, get 429.
     max_queued_requests: int = Field(256, ge=0)
     queue_timeout_s: float = Field(10, ge=0)  # a request that would wait longer gets 429
-    worker_wait_s: float = Field(60, gt=0)  # how long a request that lost its decode worker waits for another one
     # A leaving gateway is not ready, but accepts requests for so long: load balancers need time to notice.
     linger_s: float = Field(0, ge=0)
     drain_timeout_s: float = Field(30, ge=0)

@@ -20,6 +20,7 @@ from kvferry.config import ClusterConfig
 from kvferry.engine.base import Renderer
 from kvferry.gateway.lifecycle import GatewayHost, build_renderer
 from kvferry.membership.base import WORKER_KINDS, MemberKind
+from kvferry.router import request_placer
 from kvferry.router.dispatch import Dispatcher
 from kvferry.worker.lifecycle import WorkerHost, build_engine
 from kvferry_sim import SimEngine
@@ -184,6 +185,12 @@ async def cluster() -> AsyncIterator[SimCluster]:
     """One prefill worker, one decode worker, one gateway."""
     async with running() as cluster:
         yield cluster
+
+
+@pytest.fixture
+def short_worker_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that lost its decode worker waits less than a second for another one."""
+    monkeypatch.setattr(request_placer, "WORKER_WAIT_S", 0.3)
 
 
 @pytest.fixture

@@ -206,8 +206,9 @@ async def test_while_an_adapter_changes_no_answer_is_of_two_of_its_files() -> No
         assert (await succeeds(cluster, model="poems"))[0]
 
 
+@pytest.mark.usefixtures("short_worker_wait")
 async def test_an_answer_whose_adapter_is_gone_ends_instead_of_changing() -> None:
-    async with running(0, 1, gateway={"worker_wait_s": 0.5}, adapters=ADAPTERS_OF) as cluster:
+    async with running(0, 1, adapters=ADAPTERS_OF) as cluster:
         ((_, engine),) = cluster.workers
         asked = asyncio.create_task(post(cluster, model="sql", max_tokens=2000))
         await until(lambda: bool(engine.stats().num_running), what="the answer has begun")

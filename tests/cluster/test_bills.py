@@ -71,10 +71,11 @@ async def test_an_answer_that_goes_on_elsewhere_has_the_cached_tokens_of_its_fir
     assert rows(tmp_path) == [("ok", 2, 2 * NUM_PROMPT_TOKENS, cached, 600)]
 
 
+@pytest.mark.usefixtures("short_worker_wait")
 async def test_a_prompt_that_no_worker_took_is_neither_billed_nor_counted_against_limits(tmp_path: Path) -> None:
     """Also where its client comes back again and again, as it is told to."""
     async with (
-        running(decode=0, prefill=0, gateway=in_records(tmp_path, worker_wait_s=0.05)) as cluster,
+        running(decode=0, prefill=0, gateway=in_records(tmp_path)) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         gateway = cluster.gateway

@@ -138,7 +138,7 @@ async def test_an_answer_goes_on_only_where_workers_go_on_exactly(monkeypatch: p
 
     monkeypatch.setattr(SimEngine, "generate", noting)
     monkeypatch.setattr("kvferry.worker.lifecycle.identity", lambda config, folder: old)
-    async with running(0, 2, gateway={"worker_wait_s": 60.0, "tenants_in_etcd": True}) as cluster:
+    async with running(0, 2, gateway={"tenants_in_etcd": True}) as cluster:
         headers = bearer(await tenant_with_key(cluster, "acme"))
         asked = asyncio.create_task(ask(cluster, headers, max_tokens=2000, presence_penalty=0.5, ignore_eos=True))
         engines = cluster.engines(MemberKind.DECODE)

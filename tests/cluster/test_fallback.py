@@ -17,6 +17,7 @@ from kvferry import config as configuration
 from kvferry.engine.base import Sampling
 from kvferry.errors import KvferryError
 from kvferry.membership.base import MemberKind
+from kvferry.router import dispatch
 from kvferry.router.dispatch import prompt_only
 from kvferry.worker import lifecycle as worker_host
 from kvferry.worker.lifecycle import WorkerHost
@@ -113,8 +114,11 @@ async def test_a_prefill_worker_lost_during_prefill(cluster: SimCluster, undistu
     assert fallbacks(cluster, "worker_lost") + fallbacks(cluster, "engine_dead") == 1
 
 
-async def test_a_slow_prefill_is_cancelled_and_computed_by_decode(undisturbed: str) -> None:
-    async with running(gateway={"http_port": 0, "prefill_timeout_s": 0.2}) as cluster:
+async def test_a_slow_prefill_is_cancelled_and_computed_by_decode(
+    undisturbed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "PREFILL_SHARE", 0.001)
+    async with running(gateway={"http_port": 0, "request_timeout_s": 200.0}) as cluster:
         prefill = the(cluster, MemberKind.PREFILL)
         prefill.faults = Faults(prefill_slowdown=1e6)
         text, record = await succeeds(cluster)
@@ -273,10 +277,9 @@ async def test_a_stream_that_lost_its_worker_waits_for_room(undisturbed: str) ->
         assert cluster.metric('kvferry_requests_total{endpoint="completions",status="429"}') == 1
 
 
+@pytest.mark.usefixtures("short_worker_wait")
 async def test_a_stream_that_finds_no_room_is_refused_in_the_end() -> None:
-    async with running(
-        decode=2, worker={"heartbeat_s": 0.2, "max_requests": 1}, gateway={"worker_wait_s": 0.5}
-    ) as cluster:
+    async with running(decode=2, worker={"heartbeat_s": 0.2, "max_requests": 1}) as cluster:
         engines = cluster.engines(MemberKind.DECODE)
         for engine in engines:
             engine.faults = Faults(stalled=True)
@@ -418,8 +421,9 @@ async def test_a_sole_decode_worker_is_waited_for_when_it_is_lost(cluster: SimCl
 
 
 @pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.usefixtures("short_worker_wait")
 async def test_without_another_decode_worker_a_stream_ends_in_an_error_event(n: int) -> None:
-    async with running(gateway={"http_port": 0, "worker_wait_s": 0.3}) as cluster:
+    async with running() as cluster:
 
         async def lose_it() -> None:
             the(cluster, MemberKind.DECODE).kill()
@@ -431,8 +435,9 @@ async def test_without_another_decode_worker_a_stream_ends_in_an_error_event(n: 
         await until(lambda: the(cluster, MemberKind.PREFILL).num_offers == 0)
 
 
+@pytest.mark.usefixtures("short_worker_wait")
 async def test_without_another_decode_worker_it_is_503_where_nothing_was_sent() -> None:
-    async with running(gateway={"http_port": 0, "worker_wait_s": 0.3}) as cluster:
+    async with running() as cluster:
         asked = asyncio.create_task(post(cluster, max_tokens=5000))
         await until(lambda: the(cluster, MemberKind.DECODE).stats().num_running == 1)
         the(cluster, MemberKind.DECODE).kill()
@@ -555,8 +560,11 @@ async def test_a_client_that_leaves_leaves_nothing_behind(
         await relay.stop()
 
 
-async def test_a_prompt_that_is_computed_just_after_its_time_ran_out_is_given_back(undisturbed: str) -> None:
-    async with running(gateway={"http_port": 0, "prefill_timeout_s": 0.3}) as cluster:
+async def test_a_prompt_that_is_computed_just_after_its_time_ran_out_is_given_back(
+    undisturbed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "PREFILL_SHARE", 0.001)
+    async with running(gateway={"http_port": 0, "request_timeout_s": 300.0}) as cluster:
         relay = await relayed(cluster, cluster.hosts(MemberKind.PREFILL)[0])
         try:
             relay.backward.clear()

@@ -421,10 +421,11 @@ async def test_without_a_decode_worker_it_is_unavailable() -> None:
     assert details_of(error)["RetryInfo"].retry_delay.seconds >= 1
 
 
+@pytest.mark.usefixtures("short_worker_wait")
 async def test_a_lost_decode_worker_is_not_the_clients_business() -> None:
     """The stream goes on elsewhere, token for token; only when nobody is left does it end, as unavailable."""
     async with (
-        running(decode=2, sim={"step_ms": 5.0}, gateway={"worker_wait_s": 0.3}) as cluster,
+        running(decode=2, sim={"step_ms": 5.0}) as cluster,
         channel_to(cluster) as channel,
     ):
         stub = stub_on(channel)
@@ -543,8 +544,9 @@ async def test_a_client_that_leaves_ends_its_requests(cluster: SimCluster) -> No
 
 
 async def test_a_client_that_does_not_read_is_cut() -> None:
-    async with running(gateway={"max_write_buffer_bytes": 64 << 10}, sim={"step_ms": 0.0}) as cluster:
+    async with running(sim={"step_ms": 0.0}) as cluster:
         assert cluster.gateway is not None
+        cluster.gateway.app.unread_answers.max_stream_bytes = 64 << 10
         small = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_536))
         address = f"127.0.0.1:{cluster.gateway.grpc.port}"
         async with grpc.aio.insecure_channel(address, options=small) as channel:

@@ -254,7 +254,7 @@ MOST_UNREAD_BYTES = 200_000  # of one of the streams below, which have about 265
 async def test_streams_that_are_not_read_count_as_answers_do_and_are_cut_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their tokens are generated, and they have left less than `gateway.max_write_buffer_bytes`."""
+    """Their tokens are generated, and they have left less unread than a stream may."""
     monkeypatch.setattr(unread_answers, "LOOK_S", 0.01)
     sim = {"step_ms": 0.1, "prefill_tokens_per_s": 200_000.0}
     request = generate(sampling=pb.Sampling(max_tokens=1000, ignore_eos=True, logprobs=20, temperature=0))
@@ -285,8 +285,9 @@ async def test_streams_that_are_not_read_count_as_answers_do_and_are_cut_after_a
         assert cluster.metric('kvferry_requests_total{endpoint="grpc_generate_stream",status="499"}') == 2
 
 
-async def test_calls_at_once_are_limited_in_all() -> None:
-    async with running(gateway={"max_grpc_calls": 2}) as cluster, channel_to(cluster) as channel:
+async def test_calls_at_once_are_limited_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 2)
+    async with running() as cluster, channel_to(cluster) as channel:
         streams = [stub_on(channel).GenerateStream(ENDLESS) for _ in range(2)]
         for stream in streams:
             await stream.read()
@@ -297,9 +298,10 @@ async def test_calls_at_once_are_limited_in_all() -> None:
         await cluster.until_quiet()
 
 
-async def test_a_connection_carries_so_many_streams() -> None:
+async def test_a_connection_carries_so_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Further calls wait in the client."""
-    async with running(gateway={"max_grpc_streams_per_connection": 2}) as cluster, channel_to(cluster) as channel:
+    monkeypatch.setattr(grpc_server, "MAX_STREAMS_PER_CONNECTION", 2)
+    async with running() as cluster, channel_to(cluster) as channel:
         gateway = cluster.gateway
         assert gateway is not None
         streams = []
@@ -381,7 +383,8 @@ async def test_silent_calls_of_the_health_service_are_few_and_hold_nobody_up(mon
     """It needs no key: calls whose messages do not come must not fill the gateway, nor keep probes waiting for long."""
     monkeypatch.setattr(grpc_health, "_PATIENCE_S", 0.05)
     monkeypatch.setattr(grpc_health, "_MAX_WAITING", 4)
-    async with running(gateway={"max_grpc_calls": 12}) as cluster, channel_to(cluster) as channel:
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 12)
+    async with running() as cluster, channel_to(cluster) as channel:
         gateway = cluster.gateway
         assert gateway is not None
         reads = gateway.grpc._health._check_reads
@@ -472,7 +475,8 @@ async def test_whoever_watches_most_gives_way_to_a_new_watcher(monkeypatch: pyte
 async def test_silent_calls_of_reflection_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_messages, "PATIENCE_S", 0.05)
     monkeypatch.setattr(grpc_reflection, "_MAX_WAITING", 4)
-    async with running(gateway={"max_grpc_calls": 12}) as cluster, own_channel_to(cluster) as channel:
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 12)
+    async with running() as cluster, own_channel_to(cluster) as channel:
         calls = [channel.stream_stream(REFLECTION_INFO)() for _ in range(40)]
         readers = [asyncio.create_task(failure_of(call)) for call in calls]
         await until(lambda: sum(reader.done() for reader in readers) >= 36, what="all but those read are refused")

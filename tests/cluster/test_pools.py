@@ -212,10 +212,10 @@ async def test_a_full_pool_holds_up_no_other_and_borrows_none() -> None:
         await cluster.until_quiet()
 
 
+@pytest.mark.usefixtures("short_worker_wait")
 async def test_an_answer_whose_worker_is_killed_goes_on_in_its_pool_only() -> None:
     pools = {"finance": {**FINANCE, "decode": {"replicas": 2}}}
-    gateway = {**IN_ETCD, "worker_wait_s": 0.5}
-    async with running(1, 2, gateway=gateway, pools=pools) as cluster, client(cluster) as http:
+    async with running(1, 2, gateway=IN_ETCD, pools=pools) as cluster, client(cluster) as http:
         bank = await key_of(cluster, "bank", "finance")
         await settled(http, bank)
         headers, spared = bearer(bank), members(cluster, "")
@@ -331,14 +331,13 @@ async def test_a_gateway_that_knows_no_pools_serves_a_cluster_without() -> None:
             assert (await ask(http)).status_code == 200
 
 
+@pytest.mark.usefixtures("short_worker_wait")
 async def test_no_placement_crosses_pools_whatever_workers_come_and_go() -> None:
     """Random requests while workers of random pools join, drain and die."""
     rng = random.Random(20261124)
     pools = {name: {**ROLES, "dedicated": name == "a", "served_name": f"m-{name}"} for name in ("a", "b", "c")}
     async with (
-        running(
-            gateway={**IN_ETCD, "placement": "priced", "worker_wait_s": 0.3, "queue_timeout_s": 0.3}, pools=pools
-        ) as cluster,
+        running(gateway={**IN_ETCD, "placement": "priced", "queue_timeout_s": 0.3}, pools=pools) as cluster,
         client(cluster) as http,
     ):
         tenants = {await key_of(cluster, f"t{i}", pool): pool for i, pool in enumerate(["a", "a", "b", "", ""])}

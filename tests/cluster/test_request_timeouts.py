@@ -11,6 +11,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from kvferry.gateway.http import asgi
 from kvferry.gateway.http.stream_writer import KEEP_ALIVE
 from kvferry.membership.base import MemberKind
 from support.waiting import PATIENCE_S, SOON_S, until
@@ -53,9 +54,12 @@ async def test_each_limit_ends_an_answer_and_is_named(limit: str, n: int) -> Non
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-async def test_each_limit_ends_a_stream_with_an_event_and_a_call_with_a_status(limit: str) -> None:
+async def test_each_limit_ends_a_stream_with_an_event_and_a_call_with_a_status(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asgi, "MAX_SILENCE_S", 0.05)
     async with (
-        slow(limit, sse_keep_alive_s=0.05) as cluster,
+        slow(limit) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
         channel_to(cluster) as channel,
     ):
@@ -75,13 +79,12 @@ async def test_each_limit_ends_a_stream_with_an_event_and_a_call_with_a_status(l
         await let_go(cluster)
 
 
-@pytest.mark.parametrize("keep_alive_s", [0.1, 0.0])
-async def test_a_silent_stream_is_kept_alive_if_wanted(keep_alive_s: float) -> None:
+async def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill of half a second: comments come before the first event, and its status with them."""
+    monkeypatch.setattr(asgi, "MAX_SILENCE_S", 0.1)
     sim = {"prefill_tokens_per_s": 100.0, "step_ms": 1.0}
-    gateway = {"sse_keep_alive_s": keep_alive_s}
     async with (
-        running(sim=sim, gateway=gateway) as cluster,
+        running(sim=sim) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         body = {**BODY, "prompt": "word " * 50, "stream": True}
@@ -89,16 +92,17 @@ async def test_a_silent_stream_is_kept_alive_if_wanted(keep_alive_s: float) -> N
         async with http.stream("POST", "/v1/completions", json=body) as answer:
             was_early = prefill.stats().num_running == 1
             raw = await answer.aread()
-        assert was_early == bool(keep_alive_s)
+        assert was_early
         comments, _, events = raw.partition(b"data: ")
-        assert (comments.replace(KEEP_ALIVE, b""), bool(comments)) == (b"", bool(keep_alive_s))
+        assert (comments.replace(KEEP_ALIVE, b""), bool(comments)) == (b"", True)
         assert KEEP_ALIVE not in events, "tokens came often enough"
         assert events.endswith(b"data: [DONE]\n\n")
 
 
-async def test_comments_come_between_tokens_and_openais_client_skips_them() -> None:
+async def test_comments_come_between_tokens_and_openais_client_skips_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "MAX_SILENCE_S", 0.05)
     async with (
-        running(sim={"step_ms": 150.0}, gateway={"sse_keep_alive_s": 0.05}) as cluster,
+        running(sim={"step_ms": 150.0}) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
         AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client,
     ):
@@ -112,11 +116,12 @@ async def test_comments_come_between_tokens_and_openais_client_skips_them() -> N
         assert "".join([chunk.choices[0].text async for chunk in stream if chunk.choices]) == whole
 
 
-async def test_an_error_after_a_comment_is_an_event() -> None:
+@pytest.mark.usefixtures("short_worker_wait")
+async def test_an_error_after_a_comment_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """The status is sent with the first comment."""
-    gateway = {"sse_keep_alive_s": 0.05, "worker_wait_s": 0.2}
+    monkeypatch.setattr(asgi, "MAX_SILENCE_S", 0.05)
     async with (
-        running(sim={"prefill_tokens_per_s": 10.0}, gateway=gateway) as cluster,
+        running(sim={"prefill_tokens_per_s": 10.0}) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
         http.stream("POST", "/v1/completions", json={**BODY, "stream": True, "prompt": "word " * 500}) as answer,
     ):

@@ -382,10 +382,11 @@ async def test_a_changed_entry_answers_with_its_earlier_model_until_the_new_one_
         )
 
 
+@pytest.mark.usefixtures("short_worker_wait")
 async def test_an_answer_that_loses_its_worker_never_goes_on_with_a_changed_model() -> None:
     body = {**BODY, "model": "alpha", "max_tokens": 1000, "stream": True}
     changed = {**ALPHA, "model": {**ALPHA["model"], "revision": "a2"}}  # type: ignore[dict-item]
-    async with running(0, 0, models=[ALPHA], gateway={"worker_wait_s": 0.5}) as cluster, client(cluster) as http:
+    async with running(0, 0, models=[ALPHA]) as cluster, client(cluster) as http:
         gateway = cluster.gateway
         assert gateway is not None
         events: list[dict[str, Any]] = []

@@ -27,8 +27,6 @@ BODY: dict[str, Any] = {
 }
 pytestmark = pytest.mark.usefixtures("small_send_buffers")
 
-LEAST = {"http_port": 0, "max_write_buffer_bytes": 64 << 10}
-
 
 async def connect_without_reading(cluster: SimCluster, body: dict[str, Any]) -> socket.socket:
     """A client with a small receive buffer that sends a request and reads nothing of the answer."""
@@ -42,8 +40,9 @@ async def connect_without_reading(cluster: SimCluster, body: dict[str, Any]) -> 
 async def test_it_is_cut_and_counted_and_its_request_ends_on_the_workers(
     n: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(gateway=LEAST, sim={"step_ms": 0.0}) as cluster:
+    async with running(sim={"step_ms": 0.0}) as cluster:
         assert cluster.gateway is not None
+        cluster.gateway.app.unread_answers.max_stream_bytes = 64 << 10
         admission = cluster.gateway.admission
         client = await connect_without_reading(cluster, {**BODY, "n": n})
         try:
@@ -77,8 +76,9 @@ async def test_others_are_served_meanwhile(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def test_it_is_cut_under_another_server_too() -> None:
-    async with running(gateway=LEAST, sim={"step_ms": 0.0}) as cluster:
+    async with running(sim={"step_ms": 0.0}) as cluster:
         assert cluster.gateway is not None
+        cluster.gateway.app.unread_answers.max_stream_bytes = 64 << 10
         client = Client(BODY, reads=2)
         async with asyncio.timeout(SOON_S):
             await cluster.gateway.app(client.scope(), client.receive, client.send)

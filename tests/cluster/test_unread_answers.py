@@ -223,10 +223,11 @@ async def test_beyond_the_limit_of_all_the_one_that_reads_nothing_is_cut() -> No
 
 
 async def test_a_stream_that_is_cut_ends_its_request_on_the_workers() -> None:
-    """Its client has left less than `gateway.max_write_buffer_bytes`."""
+    """Its client has left less unread than a stream may."""
     body = {"model": MODEL, "prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True, "logprobs": 20}
-    async with running(sim={"step_ms": 0.0}, gateway={"max_write_buffer_bytes": 1 << 30}) as cluster:
+    async with running(sim={"step_ms": 0.0}) as cluster:
         unread = unread_of(cluster)
+        unread.max_stream_bytes = 1 << 30
         stalls = await ask(cluster, body={**body, "n": 4})
         await until(lambda: unread.num_bytes > 0, what="the stream waits")
         unread.max_bytes = 0

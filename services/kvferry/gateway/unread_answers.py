@@ -14,6 +14,7 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 STALL_S = 30.0  # without a byte read, before a connection is cut
+MAX_STREAM_BYTES = 4 << 20  # unread of a stream, before its client is cut
 LOOK_S = 2.0  # between two looks at the connections
 
 
@@ -53,12 +54,14 @@ class UnreadAnswers:
         max_bytes: int,
         on_cut: Callable[[Connection, int], None],
         *,
+        max_stream_bytes: int = MAX_STREAM_BYTES,
         stall_s: float = STALL_S,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_cut` gets the bytes that were unread."""
         self.num_bytes = 0
         self.max_bytes = max_bytes
+        self.max_stream_bytes = max_stream_bytes
         self._on_cut = on_cut
         self.stall_s = stall_s
         self._now_s = now_s

@@ -66,6 +66,7 @@ from kvferry.wire.v1 import worker_pb2 as pb
 log = logging.getLogger(__name__)
 
 NUM_RECENT = 2048  # requests that `kvferry explain` can ask for
+PREFILL_SHARE = 1 / 5  # of a request's time; then the decode worker computes the prompt itself
 MIN_STEPS = 8  # fewer say little about the time of a step
 
 _NO_HINTS = TierHints()
@@ -87,8 +88,7 @@ class Dispatcher:
             workers,
             policy,
             metrics,
-            config.prefill_timeout_s,
-            config.worker_wait_s,
+            config.request_timeout_s * PREFILL_SHARE,
             volumes,
             clock,
             itertools.count(1),

@@ -28,6 +28,7 @@ from kvferry.router.room_queue import RoomQueues
 from kvferry.router.worker_pool import WorkerPool
 
 RESERVE_TIMEOUT_S = 1.0
+WORKER_WAIT_S = 60.0  # of a request that lost its decode worker, for another one
 MAX_REFUSALS = 8  # of workers that said they had room, before the request waits in line
 MAX_PREFILL_ATTEMPTS = 2  # then the decode worker computes the prompt
 
@@ -40,7 +41,6 @@ class Router:
     policy: Policy
     metrics: RouterMetrics
     prefill_timeout_s: float
-    worker_wait_s: float
     volumes: Callable[[str], Mapping[str, VolumeCosts]]  # by pool
     clock: Callable[[], float]
     attempt_numbers: Iterator[int]
@@ -231,13 +231,13 @@ class RequestPlacer:
 
     def _loss_wait_ends_s(self) -> float:
         if self._loss_ends_s is None:
-            self._loss_ends_s = self._router.clock() + self._router.worker_wait_s
+            self._loss_ends_s = self._router.clock() + WORKER_WAIT_S
         return self._loss_ends_s
 
     async def _wait_for_worker(self, request: EngineRequest) -> Attempt | None:
         """Place the request when a worker comes. None when it is room that is missing.
 
-        Raises NoDecodeWorker after `worker_wait_s` since the request's last loss.
+        Raises NoDecodeWorker after WORKER_WAIT_S since the request's last loss.
         """
         ends_s = self._loss_wait_ends_s()
         attempt: Attempt | None = None

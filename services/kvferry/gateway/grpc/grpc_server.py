@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 
 SERVICE = "kvferry.inference.v1.Inference"
 
+MAX_CALLS = 8192  # at once, also of health checks and reflection
+MAX_STREAMS_PER_CONNECTION = 1024
+
 # For TLS, and for HTTP/2's settings.
 HANDSHAKE_TIMEOUT_S = 15.0
 
@@ -104,7 +107,7 @@ class GrpcEndpoint:
     async def start(self, credentials: grpc.ServerCredentials | None) -> None:
         config = self._config
         assert config.grpc_port is not None
-        server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=config.max_grpc_calls)
+        server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=MAX_CALLS)
         methods: dict[str, Any] = {
             # As if requests were streamed: gRPC reads another call's message, of any size and at any pace, before it
             # asks who calls. These read it themselves, after authentication and admission.
@@ -178,7 +181,8 @@ class GrpcEndpoint:
             begun = self._begin(inference, raw, tenant, counted, context)
             del raw
             answer = await begun
-            max_bytes, unread_answers = self._config.max_write_buffer_bytes, self._unread_answers
+            unread_answers = self._unread_answers
+            max_bytes = unread_answers.max_stream_bytes
             with _UntilSlow() as until_slow:
                 chunks = Chunks(
                     max_bytes,
@@ -481,7 +485,7 @@ def _max_message_bytes(config: GatewayConfig) -> int:
 def _options(config: GatewayConfig) -> tuple[tuple[str, int], ...]:
     return (
         ("grpc.max_receive_message_length", _max_message_bytes(config)),
-        ("grpc.max_concurrent_streams", config.max_grpc_streams_per_connection),
+        ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
         ("grpc.max_connection_idle_ms", 900_000),

@@ -33,7 +33,7 @@ from kvferry.gateway.http.connection_limits import ConnectionLimits, raise_descr
 from kvferry.gateway.http.openai_endpoint import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.http.openai_responses import DONE, error_body, error_chunk
 from kvferry.gateway.http.request_timeouts import RequestTimeouts
-from kvferry.gateway.http.stream_writer import StreamWriter, keep_alive, open_stream_writer
+from kvferry.gateway.http.stream_writer import MAX_SILENCE_S, StreamWriter, keep_alive, open_stream_writer
 from kvferry.gateway.http.uvicorn_connection import Exchange, drop_exchange, exchange_of
 from kvferry.gateway.identity.access import Access
 from kvferry.gateway.identity.tenants import DEFAULT_TENANT, Tenant
@@ -250,7 +250,7 @@ class HttpApp:
                 self._count_slow_client(
                     scope["path"],
                     describe_client(scope.get("client")),
-                    f"more than {self._config.max_write_buffer_bytes}",
+                    f"more than {self.unread_answers.max_stream_bytes}",
                 )
             except _ClientCut as error:
                 counted.left(error)
@@ -323,10 +323,10 @@ class HttpApp:
                     exchange,
                     send,
                     [*_STREAM_HEADERS, *named],
-                    self._config.max_write_buffer_bytes,
+                    self.unread_answers.max_stream_bytes,
                     lambda: client_watch.end(_ClientSlow()),
                 )
-                with keep_alive(writer, self._config.sse_keep_alive_s):
+                with keep_alive(writer, MAX_SILENCE_S):
                     await answer.stream(writer, counted.failed_in_stream)
         except TimeoutError:
             error = counted.ended_by or DeadlineExceeded(

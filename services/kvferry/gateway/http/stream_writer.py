@@ -17,6 +17,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 # A comment of server-sent events, which clients skip.
 KEEP_ALIVE = b": keep-alive\n\n"
+MAX_SILENCE_S = 15.0  # of a stream, which then gets a comment
 
 
 class StreamWriter(Protocol):
@@ -61,13 +62,10 @@ def open_stream_writer(
 
 @contextlib.contextmanager
 def keep_alive(writer: StreamWriter, max_silence_s: float) -> Iterator[None]:
-    """Write comments while the block writes nothing, so that no proxy takes the connection for idle; 0 writes none.
+    """Write comments while the block writes nothing, so that no proxy takes the connection for idle.
 
     The first one sends the head: later errors are events.
     """
-    if not max_silence_s:
-        yield
-        return
     loop = asyncio.get_running_loop()
     num_writes = writer.num_writes
     timer: asyncio.TimerHandle
