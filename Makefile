@@ -92,13 +92,13 @@ fmt: $(STAMP) ## Format the code and mend what ruff can mend
 proto: $(STAMP) ## Generate code from proto/
 	@$(BIN)/python tools/generate_wire.py
 
-metrics-doc: $(STAMP) ## Write docs/metrics.md from the catalogue of metrics
+metrics-doc: $(STAMP) ## Write docs/operator/metrics.md from the catalogue of metrics
 	@$(BIN)/python tools/generate_metrics_doc.py
 
-config-doc: $(STAMP) ## Write docs/configuration.md from the configuration's models
+config-doc: $(STAMP) ## Write docs/operator/configuration.md from the configuration's models
 	@$(BIN)/python tools/generate_config_doc.py
 
-plan-docs: $(STAMP) ## Write docs/headroom.md and the tables of docs/plan.md from the planner's data
+plan-docs: $(STAMP) ## Write headroom.md, examples of plan.md and tables of plan-data.md from the planner's data
 	@$(BIN)/python tools/generate_plan_docs.py
 
 bench-gateway: $(STAMP) ## Measure CPU per token and per request of one gateway; the last line is JSON

@@ -1,4 +1,4 @@
-"""The table of models in docs/models.md, rendered from what `make test-models` saw."""
+"""The table of models in docs/user/models.md, rendered from what `make test-models` saw."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1] / "docs" / "user"
 SEEN, PAGE = DOCS / "models.json", DOCS / "models.md"
 BEGIN, END = "<!-- rendered from models.json -->", "<!-- end -->"
 

@@ -1,6 +1,6 @@
-"""Write docs/configuration.md from kvferry.config and docs/engine-arguments.md from kvferry.arguments.vllm_arguments.
+"""Write configuration.md and engine-arguments.md of docs/operator/; with --check fail when one of them differs.
 
-With --check it fails when one of them differs.
+The first is made from kvferry.config, the second from kvferry.arguments.vllm_arguments.
 
 Types, defaults and limits come from the models, meanings from the comments beside and above the fields.
 """
@@ -26,7 +26,7 @@ from kvferry import config as configuration
 from kvferry.arguments import argument_values, vllm_arguments
 from kvferry.arguments.vllm_arguments import Rule
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "operator"
 
 _HEAD = """\
 # Configuration
@@ -117,7 +117,7 @@ Values of `engine.env` are texts: `{VLLM_LOG_STATS_INTERVAL: "5"}`, on a command
 kvferry has not shown that answers stay right with it, or that it works at all; each start of an engine logs it. With
 `speculative_config` it lifts every check of drafts (method, architecture, vocabulary, context, sliding windows,
 quantized weights, tensor parallelism), with `hf_overrides` that of the architectures with YaRN. No other refusal of
-[models](models.md) is lifted, and mistakes, such as a method or key that vLLM does not have, are refused all the same.
+[models](../user/models.md) is lifted. Mistakes, such as a method or key that vLLM does not have, are refused as before.
 
 **Exchange digest**: engines exchange pages, directly and over volumes, only with equal values of all that is *equal*
 or unproven, variables too. Changing one is a change of the engine: pages on volumes of before are not read.
@@ -137,7 +137,7 @@ summaries) while few streams run; with many, the checked tokens cost more than t
 engine without, token for token (float32, greedy), also after a transfer, from every tier, and when another worker
 continues them; sampled answers have the same distribution, and a seed gives its answer again on engines with the same
 setting, unless one lacks memory and computes the request in two parts, or another worker continues it. `min_p` and
-`logit_bias`, which vLLM does not take then, are refused with 400. [Adapters](adapters.md) beside it are refused.
+`logit_bias`, which vLLM then does not accept, are refused with 400. So are [adapters](../user/adapters.md) beside it.
 
 A smaller model can make the drafts, with the same guarantees:
 
@@ -151,7 +151,7 @@ It stands in `engine.args`: the draft model has KV pages of its own beside the m
 with a prompt, and which are transferred and kept in tiers and on volumes with it. A page holds both, so fewer fit into
 the same memory, and a prefill engine, which drafts one token, computes every prompt with both models. `model` is a
 folder on all nodes (with the chart always) or a hub id, whose newest revision is taken; engines exchange pages only if
-the digests of its files are equal. The draft model has one of the architectures of [models](models.md), the model's
+the digests of its files are equal. The draft model has a [served](../user/models.md) architecture, the model's
 vocabulary and data type, and at least its context; refused are sliding windows, quantized weights (of either)
 and `tensor_parallel_size` above 1 beside it. Of [several models](models-in-a-cluster.md), an entry without drafts says
 `engine: {args: {speculative_config: null}}`.
@@ -285,7 +285,7 @@ def _counterparts() -> Iterator[str]:
         raise SystemExit(
             f"counterparts in the chart: {sorted(decided ^ set(_COUNTERPARTS))} are there on one side only"
         )
-    yield "Keys, and the chart's [values](../deploy/helm/kvferry/values.yaml) for them:"
+    yield "Keys, and the chart's [values](../../deploy/helm/kvferry/values.yaml) for them:"
     yield ""
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     for key, name in _COUNTERPARTS.items():

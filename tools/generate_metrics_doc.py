@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from the catalogue in kvferry.observability.telemetry, or with --check fail when it differs."""
+"""Write docs/operator/metrics.md from the catalogue of metrics, or with --check fail when it differs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from generated_pages import write_or_check
 
 from kvferry.observability.telemetry import CATALOGUE, IDENTITY, Exporter, Kind, Label, Metric
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "operator" / "metrics.md"
 
 _HEAD = """\
 # Metrics

@@ -1,4 +1,4 @@
-"""Write docs/headroom.md, and tables and examples of docs/plan.md, from the planner; --check fails when they differ."""
+"""Write headroom.md, examples of plan.md and tables of plan-data.md from the planner, or with --check compare them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from kvferry_plan.planner.gpu_catalogue import shipped
 from kvferry_plan.planner.profiles import PROFILES
 from kvferry_plan.planner.rules import RULES
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs" / "operator"
 _RATES: tuple[Literal["bfloat16"], Literal["fp8"], Literal["fp4"]] = ("bfloat16", "fp8", "fp4")
 HEADROOM = DOCS / "headroom.md"
 PLAN = DOCS / "plan.md"
-ALERTS = DOCS.parent / "deploy" / "helm" / "kvferry" / "files" / "alerts.yaml"
+DATA = DOCS / "plan-data.md"
+ALERTS = ROOT / "deploy" / "helm" / "kvferry" / "files" / "alerts.yaml"
 _EXAMPLE = re.compile(r"```\n\$ (?P<command>kvferry plan [^\n]*)\n.*?\n```", re.DOTALL)
 
 _HEAD = """\
 # Headroom and thresholds
 
 Generated from `services/kvferry_plan/planner/rules.py` and the chart's
-[alerts](../deploy/helm/kvferry/files/alerts.yaml) by `make plan-docs`; `make check` says when it is not up to date.
+[alerts](../../deploy/helm/kvferry/files/alerts.yaml) by `make plan-docs`; `make check` says when it is not up to date.
 The same rules are behind `kvferry plan` (it plans KV pages to 85 %) and `kvferry plan --list rules`.
 
 `kvferry_*` are in [metrics.md](metrics.md); `vllm:*` are vLLM's metrics, which workers export with the labels `worker`
-and `role` (`monitoring.members` of the chart). Sources are published guides ([plan.md](plan.md#published-figures));
-where arithmetic or vLLM's sources say otherwise, the last column says it. kvferry serves KV pages of the model's own
-type alone, so FP8 pages, which guides advise, are no action here. To add workers: [operations.md](operations.md#scale).
+and `role` (`monitoring.members` of the chart). Sources are [published guides](plan-data.md#published-figures); where
+arithmetic or vLLM's sources say otherwise, the last column says it. kvferry serves KV pages of the model's own type
+alone, so FP8 pages, which guides advise, are no action here. To add workers: [scaling](scale-and-upgrade.md#scale).
 
 """
 _ALERTS_HEAD = """\
@@ -180,14 +182,19 @@ _TABLES = {
 }
 
 
-def plan_page(page: str) -> str:
-    """Return docs/plan.md with examples and tables anew, a table between `<!-- table NAME -->` and `<!-- end -->`."""
+def data_page(page: str) -> str:
+    """Return plan-data.md with its tables anew, each between `<!-- table NAME -->` and `<!-- end -->`."""
     for name, rows in _TABLES.items():
         before, marker, rest = page.partition(f"<!-- table {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
         if not marker or not end:
-            raise SystemExit(f"{PLAN.name}: no place for the table {name}")
+            raise SystemExit(f"{DATA.name}: no place for the table {name}")
         page = before + marker + "\n".join(rows()) + "\n" + end + after
+    return page
+
+
+def plan_page(page: str) -> str:
+    """Return plan.md with what the commands of its examples print today."""
     return _EXAMPLE.sub(_example, page)
 
 
@@ -208,7 +215,11 @@ def _cell(text: str) -> str:
 
 
 def main() -> int:
-    pages = {HEADROOM: headroom(), PLAN: plan_page(PLAN.read_text(encoding="utf-8"))}
+    pages = {
+        HEADROOM: headroom(),
+        PLAN: plan_page(PLAN.read_text(encoding="utf-8")),
+        DATA: data_page(DATA.read_text(encoding="utf-8")),
+    }
     return write_or_check(pages, source="the planner's data", target="plan-docs", description=__doc__)
 
 

@@ -1,4 +1,4 @@
-"""Do everything of a release but publish it: `make release-check` (docs/release.md).
+"""Do everything of a release but publish it: `make release-check` (docs/operator/release.md).
 
     python tools/release_check.py [--unreleased] [--offline] [--image BASE]
 
@@ -218,7 +218,7 @@ def main() -> int:
     if num_failed:
         print(f"\n{num_failed} of {len(checks)} checks failed", file=sys.stderr)
         return 1
-    print(f"\n{package_version()} can be released: dist/, docs/release.md says how to publish")
+    print(f"\n{package_version()} can be released: dist/, docs/operator/release.md says how to publish")
     return 0
 
 

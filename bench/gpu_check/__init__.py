@@ -1,1 +1,1 @@
-"""What is to be shown on GPUs, as a plan that runs itself: `make gpu-check`, docs/gpu.md."""
+"""What is to be shown on GPUs, as a plan that runs itself: `make gpu-check`, docs/operator/gpu.md."""

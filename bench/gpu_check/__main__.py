@@ -1,4 +1,4 @@
-"""Show on this machine's GPUs what was shown on CPUs, and write one report (docs/gpu.md).
+"""Show on this machine's GPUs what was shown on CPUs, and write one report (docs/operator/gpu.md).
 
     make gpu-check                                  set up an environment for CUDA, run all parts: an hour at most
     make gpu-check ARGS="--only exact --only tiers" some of them

@@ -128,7 +128,7 @@ class RopeParametersConfig(_Section):
 
 
 class HfOverridesConfig(_Section):
-    """Values in the place of those in config.json, for engines and gateways (docs/models.md)."""
+    """Values in the place of those in config.json, for engines and gateways (docs/user/models.md)."""
 
     max_position_embeddings: int | None = Field(None, ge=64)  # empty: factor x original_max_position_embeddings
     rope_parameters: RopeParametersConfig = RopeParametersConfig()
@@ -237,7 +237,7 @@ class EngineConfig(_Section):
     device: Literal["cpu", "gpu"] = "cpu"
     block_size: int = Field(32, ge=1, le=1024)  # tokens per KV page
     # Type of KV pages. auto: what the checkpoint declares, or the type that the model is computed in. Engines start
-    # with pages of the model's own type alone (docs/models.md); `kvferry quality` measures what another one would cost.
+    # with pages of the model's own type alone (docs/user/models.md); `kvferry quality` measures what another one costs.
     kv_cache_dtype: KvCacheDtype = "auto"
     # Result file of `kvferry quality`. An engine starts only if it passes up to the engine's longest context, against
     # pages that are not quantized, and is of the engine's model, revision, types, device and vLLM.
@@ -257,7 +257,7 @@ class EngineConfig(_Section):
     start_timeout_s: float = Field(900, gt=0)
     # Arguments and variables of vLLM that were not shown to give right answers, which are taken at your own risk.
     unproven: tuple[str, ...] = ()
-    # Further arguments of vLLM's engine, by vLLM's names: docs/engine-arguments.md has those that are taken.
+    # Further arguments of vLLM's engine, by vLLM's names: docs/operator/engine-arguments.md has those that are taken.
     args: dict[str, Any] = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)  # variables of vLLM, as VLLM_LOGGING_LEVEL
 

@@ -1,4 +1,4 @@
-"""The typed client, both forms, against a cluster; and the examples of docs/clients.md, as a user runs them."""
+"""The typed client, both forms, against a cluster; and the examples of docs/user/clients.md, as a user runs them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from support.waiting import until
 from .conftest import MODEL, SimCluster, running
 from .test_access import Certificates, certificates  # noqa: F401  a fixture
 
-CLIENTS_PAGE = Path(kvferry.__file__).parents[2] / "docs" / "clients.md"
+CLIENTS_PAGE = Path(kvferry.__file__).parents[2] / "docs" / "user" / "clients.md"
 SECTION = "## gRPC and the Python client"
 
 

@@ -564,7 +564,7 @@ async def shake_no_hands(certificates: Certificates) -> None:
 
 
 async def test_a_call_that_crosses_a_draining_gateways_goaway_is_cancelled_by_grpc(cluster: SimCluster) -> None:
-    """No handler sees it. Where gRPC answers UNAVAILABLE, kvferry.client and docs/clients.md need no case for it."""
+    """No handler sees it. Where gRPC answers UNAVAILABLE, kvferry.client and its page need no case for it."""
     gateway = cluster.gateway
     assert gateway is not None
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.grpc.port)

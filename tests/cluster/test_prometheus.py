@@ -85,7 +85,7 @@ async def add_worker_with(cluster: SimCluster, kind: MemberKind, keeper_socket: 
 
 @pytest.fixture
 def prometheus(cluster: SimCluster, operator_key: str, tmp_path: Path) -> Iterator[PrometheusServer]:
-    """Configured as docs/metrics.md says."""
+    """Configured as docs/operator/metrics.md says."""
     (tmp_path / "operator.key").write_text(operator_key)
     discovery = {
         "url": f"{cluster.url}/kvferry/v1/targets",

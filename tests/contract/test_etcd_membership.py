@@ -509,7 +509,7 @@ async def test_over_quota_leases_live_and_the_cause_is_named(
     tmp_path: Path, connect: Memberships, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    full = r"the registry writes nothing, its etcd is full \(.*database space exceeded\): .*docs/operations.md#etcd"
+    full = r"the registry writes nothing, its etcd is full \(.*database space exceeded\): .*docs/operator/etcd.md"
     with EtcdServer(tmp_path, flags=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as server:
         config = MembershipConfig(endpoints=(server.endpoint,), prefix="/kvferry/clusters/kvferry", lease_ttl_s=2)
         membership = connect(config)

@@ -279,7 +279,7 @@ def test_each_group_has_a_folder_of_a_node_s_volume_and_the_tier_that_its_entry_
 
 
 def test_the_values_of_the_page_are_taken(tmp_path: Path) -> None:
-    page = (helm_check.ROOT / "docs" / "models-in-a-cluster.md").read_text()
+    page = (helm_check.ROOT / "docs" / "operator" / "models-in-a-cluster.md").read_text()
     text = page.partition("## With the chart")[2].partition("```yaml\n")[2].partition("```")[0]
     rendered: list[Document] = newest_helm().documents(values=write_values(tmp_path, yaml.safe_load(text)))
     assert config_of(rendered).names == ["qwen3-8b", "Qwen/Qwen3-32B", "small"]

@@ -73,7 +73,7 @@ def encoded(text: str) -> str:
 def test_a_rollback_keeps_secrets_of_now(site: Site) -> None:
     site.run("install", values=MONITORED)
     first = site.server.secrets()
-    # As docs/operations.md says to rotate them.
+    # As docs/operator/rotate-secrets.md says to rotate them.
     for name in first.keys() - {"trial-etcd-users"}:
         site.server.delete_secret(name)
     site.run("upgrade", values=MONITORED)

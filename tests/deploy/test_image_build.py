@@ -64,7 +64,7 @@ def image() -> str:
     if name := os.environ.get("KVFERRY_IMAGE"):
         return name
     if not (base := os.environ.get("BASE")):
-        pytest.skip("BASE names no base image: an image's name, an OCI layout or an archive (docs/operations.md)")
+        pytest.skip("BASE names no base image: an image's name, an OCI layout or an archive (docs/operator/image.md)")
     command = [sys.executable, "tools/build_image.py", "--engine", "cpu", "--base", base, "--builder", "buildah"]
     subprocess.run([*command, "--tag", "kvferry:test-cpu"], cwd=ROOT, check=True)
     return "kvferry:test-cpu"

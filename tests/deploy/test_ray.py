@@ -482,8 +482,8 @@ def test_a_rollout_waits_for_the_workers_that_are_registered(ray: RayCluster, si
     assert sum(pod.group == "decode" for pod in model.pods) == 3
 
 
-def test_the_backup_of_the_operations_page(site: Site) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
+def test_the_backup_of_the_page_about_etcd(site: Site) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "operator" / "etcd.md").read_text()
     (line,) = (line for line in page.splitlines() if line.startswith("etcdctl "))
     secrets = site.folder / "etc" / "etcd"
     line = line.replace("$PASSWORD", (secrets / "root-password").read_text()).replace(

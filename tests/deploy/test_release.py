@@ -12,7 +12,7 @@ import pytest
 from support.chart import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "release.md"
+PAGE = ROOT / "docs" / "operator" / "release.md"
 
 
 @pytest.fixture

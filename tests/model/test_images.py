@@ -82,7 +82,7 @@ class Prompts:
 
 @pytest.fixture(scope="module")
 def cells() -> Iterator[dict[str, str]]:
-    """Cells of the row in docs/models.md, which is written if `make test-models` saw all of them."""
+    """Cells of the row in docs/user/models.md, which is written if `make test-models` saw all of them."""
     seen: dict[str, str] = {}
     yield seen
     if ALL_MODELS and len(seen) == len(COLUMNS) and not on_gpu():

@@ -1,6 +1,6 @@
 """Kinds of attention: pages come through transfers and volumes as they were computed, or the model is refused.
 
-`make test-models` runs all models and writes the table of docs/models.md.
+`make test-models` runs all models and writes the table of docs/user/models.md.
 """
 
 from __future__ import annotations

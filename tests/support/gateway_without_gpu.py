@@ -1,7 +1,7 @@
 """A gateway's renderer with the packages of the GPU image, on a node without a GPU: `python -m`, for some folders.
 
 vLLM's wheel for GPUs is imitated by what its platforms read of it: a version without `cpu`. Its real wheel gave the
-same answers to BODIES (`docs/gpu.md`).
+same answers to BODIES (`docs/operator/gpu.md`).
 """
 
 from __future__ import annotations

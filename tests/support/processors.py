@@ -21,7 +21,7 @@ class Processor:
         return self.name
 
     def mla_block_size(self, block_size: int) -> int:
-        """Return the tokens per block that vLLM takes for MLA where `block_size` is asked for (docs/models.md)."""
+        """Return the tokens per block that vLLM takes for MLA where `block_size` is asked for (docs/user/models.md)."""
         return block_size if self.has_amx else 16
 
 

@@ -1,4 +1,4 @@
-"""docs/caches-and-lines.md names each cache and line of what requests pass."""
+"""docs/contributor/caches-and-lines.md names each cache and line of what requests pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "services" / "kvferry"
-PAGE = ROOT / "docs" / "caches-and-lines.md"
+PAGE = ROOT / "docs" / "contributor" / "caches-and-lines.md"
 FOLDERS = (
     *("arguments", "engine", "gateway", "keeper", "link", "observability", "pages", "router", "store", "tenancy"),
     *("util", "worker"),

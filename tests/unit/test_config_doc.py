@@ -1,4 +1,4 @@
-"""docs/configuration.md names every key of the configuration, and which of them the chart decides."""
+"""docs/operator/configuration.md names every key of the configuration, and which of them the chart decides."""
 
 from __future__ import annotations
 

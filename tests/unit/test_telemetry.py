@@ -161,7 +161,7 @@ def test_of_each_volume_every_series_that_is_known_is_there() -> None:
 
 def test_the_page_is_that_of_the_catalogue() -> None:
     page = load_tool("generate_metrics_doc").page()
-    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == page, "run `make metrics-doc`"
+    assert (ROOT / "docs" / "operator" / "metrics.md").read_text(encoding="utf-8") == page, "run `make metrics-doc`"
     for metric in CATALOGUE:
         assert f"| `{metric.name}` |" in page
 

@@ -172,7 +172,7 @@ def test_only_ngrams_need_no_permission_to_speculate(change: dict[str, Any], wor
         ({**NGRAM, "method": "eagel"}, "method: vLLM has no 'eagel'; did you mean 'eagle'?"),
         ({**NGRAM, "method": "EAGLE3"}, "did you mean 'eagle3'?"),
         ({**NGRAM, "method": "q" * 500}, "expected one of ngram, draft_model"),
-        ({**NGRAM, "method": "mtp"}, "method: models that draft by MTP are not served (docs/models.md)"),
+        ({**NGRAM, "method": "mtp"}, "method: models that draft by MTP are not served (docs/user/models.md)"),
         ({**NGRAM, "method": "qwen3_next_mtp"}, "method: models that draft by MTP are not served"),
         ({"method": "eagle", "modle": "x", "num_speculative_tokens": 3}, "'modle': vLLM has no such key here; did you"),
         ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens: expected a whole number from 1 to 16"),

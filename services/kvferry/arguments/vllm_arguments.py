@@ -122,7 +122,7 @@ FREE: Mapping[str, str] = {
     ),
     **_each(
         "max_num_scheduled_tokens long_prefill_token_threshold",
-        "how prompts are cut: answers are the same however they are cut (docs/models.md)",
+        "how prompts are cut: answers are the same however they are cut (docs/user/models.md)",
     ),
     **_each(
         "safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size use_tqdm_on_load",
@@ -308,7 +308,7 @@ def _why_wrong_speculation(value: object) -> str:
     if not method:
         return f"method: expected one of {', '.join(_METHODS)}; the mapping replaces a whole other one"
     if method.endswith("mtp"):
-        return "method: models that draft by MTP are not served (docs/models.md)"
+        return "method: models that draft by MTP are not served (docs/user/models.md)"
     if method not in _METHODS + OTHER_METHODS:
         near = difflib.get_close_matches(method.lower(), _METHODS, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(_METHODS)}"

@@ -318,7 +318,7 @@ class EtcdConnector:
         if is_full(error):
             return UnavailableError(
                 f"the registry writes nothing, its etcd is full ({describe(error)}): make room in etcd and disarm its "
-                "alarm, see docs/operations.md#etcd"
+                "alarm, see docs/operator/etcd.md"
             )
         log.warning(f"etcd at {', '.join(self._config.endpoints)} cannot be reached: {describe(error)}")
         return UnavailableError("the registry cannot be reached")

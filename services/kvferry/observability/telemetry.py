@@ -1,7 +1,7 @@
 """The catalogue of metrics: name, kind, unit, labels, meaning and exporting process of each.
 
 A label has a small known set of values, whose series start at zero, or names a process or a volume. Only metrics of
-this catalogue can be exported (exposition.py); docs/metrics.md is generated from it. A fact seen from two sides has two
+this catalogue can be exported (exposition.py); docs/operator/metrics.md is generated from it. A fact seen from two sides has two
 names, so that a sum over all targets counts nothing twice.
 """
 
@@ -188,7 +188,7 @@ _TOKEN_TYPE = Label("type", "`cached`: of the prompt tokens, those that were not
 _ASKED = Label("asked", "whose name the client said; another one than `model` under `model.canary`")
 _MODEL_OUTCOME = Label("outcome", "as of kvferry_tenant_requests_total", TENANT_OUTCOMES)
 _MODEL_SERVED = Label("model", "an entry of `models`, or `default`")
-_PLACED_FOR = Label("reason", "why there (docs/architecture/routing.md)", PLACEMENT_REASONS)
+_PLACED_FOR = Label("reason", "why there (docs/contributor/architecture/routing.md)", PLACEMENT_REASONS)
 _FAILED_FOR = Label("cause", "why the attempt failed", FALLBACK_CAUSES)
 _WHEN = Label("when", "first: put in quarantine now; again: a repeat that was refused", ("first", "again"))
 _ENDED_FOR = Label(

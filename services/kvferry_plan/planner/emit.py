@@ -39,7 +39,7 @@ def obstacles(candidate: Candidate, question: Question) -> list[str]:
     found += _weights_obstacles(question)
     architecture = question.model.geometry.architecture
     if question.served_architectures and architecture not in question.served_architectures:
-        found.append(f"{architecture or question.model.geometry.model_type} is not served (docs/models.md)")
+        found.append(f"{architecture or question.model.geometry.model_type} is not served (docs/user/models.md)")
     return found
 
 
@@ -47,11 +47,11 @@ def _weights_obstacles(question: Question) -> list[str]:
     model = question.model
     method = model.geometry.quantization
     if WEIGHT_BYTES[model.weights] < 1:
-        return [f"kvferry serves weights of 8 bits and more, not {model.weights} (docs/models.md)"]
+        return [f"kvferry serves weights of 8 bits and more, not {model.weights} (docs/user/models.md)"]
     if method and not method.startswith(_SERVED_METHOD) and not model.needs_other_checkpoint:
         return [
-            f"kvferry serves quantized weights as compressed-tensors alone, not as {method!r} (docs/models.md): serve "
-            "the model unquantized, or name such a checkpoint"
+            f"kvferry serves quantized weights as compressed-tensors alone, not as {method!r} (docs/user/models.md): "
+            "serve the model unquantized, or name such a checkpoint"
         ]
     return []
 

@@ -53,7 +53,7 @@ RULES: Final = (
         look="the same, and `kvferry_worker_requests_waiting`",
         action="add decode workers; then, to admit less, lower `worker.max_requests` or `engine.max_num_seqs`",
         disrupts="adding touches nothing; both settings replace all workers, each after its requests "
-        "(docs/operations.md, Upgrade)",
+        "(docs/operator/scale-and-upgrade.md)",
         source="002.mon.usage.thrash",
     ),
     Rule(

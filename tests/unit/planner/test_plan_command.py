@@ -495,7 +495,7 @@ def test_names_of_settings_are_whole_where_they_are_piped() -> None:
 
 
 def test_the_catalogue_of_the_documentation_is_taken(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "plan.md").read_text()
+    page = (ROOT / "docs" / "operator" / "plan-data.md").read_text()
     (text,) = (block for block in page.split("```yaml\n")[1:] if block.startswith("# gpus.yaml for --catalogue"))
     file = tmp_path / "gpus.yaml"
     file.write_text(text.partition("```")[0])

@@ -120,7 +120,7 @@ def test_thresholds_are_those_of_the_conditions_and_sources() -> None:
 
 
 def test_the_alerts_of_the_documentation_are_the_charts() -> None:
-    page = (ROOT / "docs" / "headroom.md").read_text()
+    page = (ROOT / "docs" / "operator" / "headroom.md").read_text()
     table = page.partition("## Alerts")[2].partition("## ")[0]
     shown = [[cell.strip() for cell in line.split(" | ")] for line in table.splitlines() if line.startswith("| `")]
     assert [row[0].strip("| `") for row in shown] == [each["alert"] for each in ALERTS]

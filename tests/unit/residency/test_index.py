@@ -167,7 +167,9 @@ def test_the_memory_of_a_page(num_pages: int) -> None:
     index.store(gpu("w"), (seeded.getrandbits(64) for _ in range(num_pages)))
     taken, _peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert 75 <= taken / num_pages <= 145, "the figures in residency/index.py and docs/architecture/routing.md"
+    assert 75 <= taken / num_pages <= 145, (
+        "the figures in residency/index.py and docs/contributor/architecture/routing.md"
+    )
 
 
 def test_check_names_what_is_broken() -> None:

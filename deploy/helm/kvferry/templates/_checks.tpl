@@ -200,7 +200,7 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- $needed := include "kvferry.gatewayNeedsMiB" . -}}
 {{- if and $needed (dig "gateway" "images" dict $v.config) -}}
-{{- fail (printf "gateway.resources.limits.memory is %s and config.gateway.images is set: a gateway may take %s MiB with its limits (docs/operations.md, Sizing). Give it more, or lower these" $v.gateway.resources.limits.memory $needed) -}}
+{{- fail (printf "gateway.resources.limits.memory is %s and config.gateway.images is set: a gateway may take %s MiB with its limits (docs/operator/sizing.md). Give it more, or lower these" $v.gateway.resources.limits.memory $needed) -}}
 {{- end -}}
 {{- if and $v.gateway.autoscaling.enabled (ne $v.gateway.mode "deployment") -}}
 {{- fail "gateway.autoscaling.enabled needs gateway.mode: deployment: Kubernetes cannot scale Serve replicas" -}}

@@ -173,7 +173,7 @@ empty, path: of its values, role: those, tier and cpuGiB: of its engines}.
 {{- end -}}
 
 {{/*
-Mebibytes that a gateway of vLLM's models may take, of docs/operations.md (Sizing); images count where config.gateway.images
+Mebibytes that a gateway of vLLM's models may take, of docs/operator/sizing.md; images count where config.gateway.images
 is set. Empty: any, or the limit of its pods is enough.
 */}}
 {{- define "kvferry.gatewayNeedsMiB" -}}

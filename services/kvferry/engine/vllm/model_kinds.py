@@ -1,4 +1,4 @@
-"""Models whose KV pages have not been shown to survive a transfer are refused; docs/models.md has the table."""
+"""Models whose KV pages have not been shown to survive a transfer are refused; docs/user/models.md has the table."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _WEIGHT_BITS = 8
 # Of a text configuration's `layer_types`.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
-TABLE = "docs/models.md has the models that are served"
+TABLE = "docs/user/models.md has the models that are served"
 
 
 def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] = ()) -> str:

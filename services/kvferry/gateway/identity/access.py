@@ -1,4 +1,4 @@
-"""Authentication for HTTP and gRPC (matrix: docs/security.md)."""
+"""Authentication for HTTP and gRPC (matrix: docs/operator/security.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Start-time fair queue over tenants, in front of one engine."""
 
 # Between two tenants that wait all the time, work charged in ms divided by weights differs by less than
-# (turn + slice) x (1/w_i + 1/w_j), and by twice the error of the estimates inside the engine (docs/architecture/).
+# (turn + slice) x (1/w_i + 1/w_j), and by twice the error of the estimates inside the
+# engine (docs/contributor/architecture/tenants.md).
 
 from __future__ import annotations
 

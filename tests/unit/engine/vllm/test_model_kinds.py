@@ -125,7 +125,7 @@ def test_rotations_were_compared_for_each_architecture_that_has_them() -> None:
 def test_other_architectures_are_refused_by_name(has_tiers: bool) -> None:
     reason = why_refused(config(architecture="MiMoV2FlashForCausalLM"), has_tiers=has_tiers)
     assert "MiMoV2FlashForCausalLM" in reason
-    assert "docs/models.md" in reason
+    assert "docs/user/models.md" in reason
 
 
 @pytest.mark.parametrize(
