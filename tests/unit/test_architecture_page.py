@@ -42,10 +42,17 @@ def test_every_package_is_in_the_drawing() -> None:
     assert packages - leaves <= set().union(*drawn_layers())
 
 
-def test_questions_of_contributing_name_files_that_exist() -> None:
+def test_contributing_names_files_that_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    section = text.partition("\n## Where is it decided?\n")[2].partition("\n## ")[0]
-    named = [name for row in section.splitlines() if row.startswith("|") for name in re.findall(r"`([\w/]+\.py)`", row)]
-    assert len(named) >= 10
-    folders = (ROOT / "services" / "kvferry", ROOT / "services")
+    named = re.findall(r"`([\w/.]+\.(?:py|proto))`", text)
+    assert len(named) >= 100
+    folders = (ROOT / "services" / "kvferry", ROOT / "services", ROOT)
     assert [name for name in named if not any((folder / name).is_file() for folder in folders)] == []
+
+
+def test_a_request_is_explained_by_five_files() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Five files explain a request\n")[2].partition("\n## ")[0]
+    items = re.findall(r"(?m)^(\d)\. `([\w/]+\.py)`: ", section)
+    assert [number for number, _ in items] == ["1", "2", "3", "4", "5"]
+    assert all((ROOT / "services" / "kvferry" / name).is_file() for _, name in items)
