@@ -206,7 +206,7 @@ def billed(folder: Path, num_streams: int) -> dict[str, Any]:
             "max_queued_requests": num_streams,
         },
         # The prompts that are asked undisturbed are of one tenant, which gets no more than half of the places.
-        "worker": {"heartbeat_s": 0.5, "max_requests": max(num_streams, UNDISTURBED_AT_ONCE)},
+        "worker": {"max_requests": max(num_streams, UNDISTURBED_AT_ONCE)},
         "engine": {**SIM_ENGINE, "max_num_seqs": math.ceil(num_steady / NUM_DECODE)},
     }
 
@@ -269,7 +269,6 @@ async def fleet(
             "membership": {"endpoints": [etcd.endpoint], "lease_ttl_s": 5},
             "prefill": {"replicas": prefill},
             "decode": {"replicas": decode},
-            "worker": {"heartbeat_s": 0.5},
             "sim": {"step_ms": 10.0, "prefill_tokens_per_s": 2_000.0, "num_pages": 1024},
             **values,
         }

@@ -78,7 +78,7 @@ async def run(kind: MemberKind, port: int, values: dict[str, object]) -> None:
     if is_mortal:
         assert isinstance(engine, SimEngine)
         make_mortal(engine)
-    worker = WorkerHost(config, kind, engine, membership)
+    worker = WorkerHost(config, kind, engine, membership, heartbeat_s=0.5)
     if work is not None:
         WorkFile(Path(str(work)), worker.worker_id).record(engine)
     await worker.start()

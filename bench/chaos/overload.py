@@ -98,7 +98,7 @@ async def measure(folder: Path, seconds: float, seed: int, progress: Progress, r
     """
     async with fleet(
         folder,
-        worker={"heartbeat_s": 0.5, "max_requests": SLOTS_PER_WORKER},
+        worker={"max_requests": SLOTS_PER_WORKER},
         gateway={"queue_timeout_s": 1.0, "max_queued_requests": 8},
         sim={"step_ms": 10.0, "prefill_tokens_per_s": 20_000.0, "num_pages": 4096},
     ) as running:

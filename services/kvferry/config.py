@@ -251,7 +251,6 @@ class EngineConfig(_Section):
     tensor_parallel_size: int = Field(1, ge=1)
     enforce_eager: bool | None = None  # empty: yes on a CPU, no on a GPU
     threads: int | None = Field(None, ge=1)  # CPU device: compute threads per engine; empty: the machine's share
-    ucx_tls: str = "tcp,cma,sm,self"  # UCX transports between engines on the CPU device
     transfer_lease_s: int = Field(120, ge=10)  # how long a prefill engine keeps pages that are not pulled
     side_channel_host: str = "127.0.0.1"  # where an engine answers NIXL handshakes; auto: this node's address
     start_timeout_s: float = Field(900, gt=0)
@@ -375,7 +374,7 @@ class PoolConfig(_Section):
 
 
 # Settings of `engine` that processes of all models share.
-ENGINE_OF_THE_CLUSTER = ("kind", "device", "side_channel_host", "ucx_tls")
+ENGINE_OF_THE_CLUSTER = ("kind", "device", "side_channel_host")
 
 
 class ModelTierConfig(_Section):
@@ -553,7 +552,6 @@ class WorkerConfig(_Section):
     host: str = "127.0.0.1"  # address its listeners bind to and register; auto: this node's
     tls: TlsConfig = TlsConfig()
     max_requests: int = Field(512, ge=1)  # accepted at once; more are refused
-    heartbeat_s: float = Field(1.0, gt=0, le=14)  # gateways give up a worker after 15 s of silence
     # Requests wait and no engine step finishes for this long: the engine is hung, and the worker is replaced. More than
     # the longest step, which on a CPU is one chunk of a prefill: 30 s were seen.
     hang_timeout_s: float = Field(60, gt=0)
@@ -599,22 +597,17 @@ class ImagesConfig(_Section):
     # Width times height of one. More takes more of memory_mib: with a tiny model 1,024 MiB were enough for 32,000,000
     # and not for 67,000,000.
     max_pixels: int = Field(16 << 20, ge=1, le=128 << 20)
-    # What the model's processor makes of a request's images travels to a prefill worker in one message.
-    max_prepared_mib: int = Field(32, ge=1, le=48)
     # Files and prepared images of all requests in flight, those of a request once for each of its choices.
     max_pending_mib: int = Field(512, ge=1)
     cache_mib: int = Field(128, ge=0)  # prepared images that are kept, each for requests of the same tenant and salt
-    # Images are decoded and prepared in processes of their own; what exceeds these gets 400.
+    # Images are decoded and prepared in processes of their own; what exceeds this memory gets 400.
     processes: int = Field(2, ge=1, le=64)
-    cpu_s: float = Field(10.0, gt=0, le=60)
     memory_mib: int = Field(1024, ge=64)
     # Hosts of images that http and https URLs may name: NAME, *.DOMAIN for all below it, or either with :PORT where
     # that is not the scheme's. Empty: data URLs alone.
     allowed_hosts: tuple[str, ...] = ()
     # Whether addresses of these hosts may be private, loopback or link-local ones.
     allow_private_addresses: bool = False
-    fetch_timeout_s: float = Field(10.0, gt=0, le=60)  # of all images of a request
-    max_fetches: int = Field(16, ge=1, le=256)  # at once
 
     @field_validator("allowed_hosts")
     @classmethod
@@ -746,24 +739,16 @@ class TierConfig(_Section):
     socket_dir: Path | None = None  # of keepers; empty: the run folder, or a private folder under /run or /tmp
     host: str = "127.0.0.1"  # where keepers answer gateways and each other; auto: this node's address
     io_threads: int = Field(4, ge=1, le=64)
-    io_timeout_s: float = Field(10.0, gt=0)  # for an operation on a drive; one that takes longer hangs
-    # For an operation that waits for its turn, and for a request that waits for its pages from tiers: then it computes
-    # them. Empty: io_timeout_s, and the sum of both.
-    queue_timeout_s: float | None = Field(None, gt=0)
-    load_timeout_s: float | None = Field(None, gt=0)
+    # For an operation on a drive; one that takes longer hangs. An operation may wait as long for its turn, and a
+    # request twice as long for its pages from tiers: then it computes them.
+    io_timeout_s: float = Field(10.0, gt=0)
     # Chunks that wait to be written, of an engine and of all volumes of a keeper; beyond it they are skipped.
     queue_mib: int = Field(512, ge=1)
-    breaker_failures: int = Field(3, ge=1)  # in a row, until a volume is left alone
-    breaker_retry_s: float = Field(5.0, gt=0)
     encryption_keys_file: Path | None = None
 
     @property
-    def queue_limit_s(self) -> float:
-        return self.io_timeout_s if self.queue_timeout_s is None else self.queue_timeout_s
-
-    @property
-    def load_limit_s(self) -> float:
-        return self.queue_limit_s + self.io_timeout_s if self.load_timeout_s is None else self.load_timeout_s
+    def load_timeout_s(self) -> float:
+        return 2 * self.io_timeout_s  # pages wait for their turn in a queue, and are read
 
     @field_validator("socket_dir")
     @classmethod

@@ -108,7 +108,7 @@ class SimEngine:
         self._fetcher = KvFetcher(
             self._cache,
             sim,
-            tier_timeout_s=self._tier_config.load_limit_s,
+            tier_timeout_s=self._tier_config.load_timeout_s,
             sleep=self._sleep,
             on_fetched=self._resume,
         )

@@ -37,6 +37,7 @@ class SimCluster:
     workers: list[tuple[WorkerHost, SimEngine]] = field(default_factory=list)
     gateway: GatewayHost | None = None  # the last one
     gateways: list[GatewayHost] = field(default_factory=list)
+    heartbeat_s: float = 0.2
 
     @property
     def url(self) -> str:
@@ -75,7 +76,7 @@ class SimCluster:
         config = config or self.config
         engine = build_engine(config, kind, folder, pool=pool)
         assert isinstance(engine, SimEngine)
-        host = WorkerHost(config, kind, engine, MemoryMembership(self.registry), pool, member_pool)
+        host = WorkerHost(config, kind, engine, MemoryMembership(self.registry), pool, member_pool, self.heartbeat_s)
         await host.start()
         self.workers.append((host, engine))
         return host, engine
@@ -145,6 +146,7 @@ async def running(
     decode: int = 1,
     *,
     clock: Callable[[], float] = time.monotonic,
+    heartbeat_s: float = 0.2,
     gateway: Mapping[str, object] = MappingProxyType({}),
     **values: object,
 ) -> AsyncIterator[SimCluster]:
@@ -155,14 +157,14 @@ async def running(
             "engine": {"kind": "sim", "block_size": 16},
             "prefill": {"replicas": prefill},
             "decode": {"replicas": decode},
-            "worker": {"heartbeat_s": 0.2, "drain_timeout_s": 5},
+            "worker": {"drain_timeout_s": 5},
             "sim": {"step_ms": 1.0, "prefill_tokens_per_s": 200_000.0},
             **values,
             # In turns: every prompt is prefilled on one worker and decoded on another, however short.
             "gateway": {"http_port": 0, "grpc_port": 0, "placement": "round_robin", **gateway},
         }
     )
-    cluster = SimCluster(config, MemoryRegistry(clock=clock))
+    cluster = SimCluster(config, MemoryRegistry(clock=clock), heartbeat_s=heartbeat_s)
     try:
         for pool in ("", *config.pools):
             for kind in WORKER_KINDS:

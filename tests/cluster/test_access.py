@@ -399,7 +399,7 @@ def refused_by_all(gateway: GatewayHost) -> bool:
 async def test_processes_of_a_cluster_know_each_other_by_certificate(tmp_path: Path) -> None:
     """What `kvferry up` makes; a gateway of another cluster gets no worker."""
     ours, theirs = make_certificates(tmp_path / "ours"), make_certificates(tmp_path / "theirs")
-    worker = {"heartbeat_s": 0.2, "tls": ours.model_dump(mode="json")}
+    worker = {"tls": ours.model_dump(mode="json")}
     async with running(worker=worker) as cluster, httpx.AsyncClient(base_url=cluster.url) as http:
         answer = await http.post("/v1/completions", json=BODY)
         assert answer.status_code == 200

@@ -102,7 +102,7 @@ async def test_requests_that_a_full_cluster_refuses_are_not_billed(tmp_path: Pat
     slow = {"step_ms": 20.0, "prefill_tokens_per_s": 200_000.0}
     gateway = in_records(tmp_path, max_queued_requests=2)
     async with (
-        running(prefill=0, gateway=gateway, sim=slow, worker={"heartbeat_s": 0.2, "max_requests": 3}) as cluster,
+        running(prefill=0, gateway=gateway, sim=slow, worker={"max_requests": 3}) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         key = await tenant_with_key(cluster, "acme")

@@ -83,7 +83,7 @@ async def gateway_process(folder: Path) -> AsyncIterator[Gateway]:
         "max_requests": 4096,
     }
     sim = {"step_ms": 5.0, "prefill_tokens_per_s": 500_000.0, "max_model_len": MAX_MODEL_LEN, "num_pages": 16_384}
-    worker = {"heartbeat_s": 0.5, "max_requests": 4096}
+    worker = {"max_requests": 4096}
     async with fleet(folder, prefill=1, decode=1, gateways=1, gateway=config, sim=sim, worker=worker) as running:
         await running.complete()
         (process,) = running.of(MemberKind.GATEWAY)

@@ -211,7 +211,7 @@ async def test_new_requests_are_503_while_the_only_decode_worker_drains() -> Non
 
 
 async def test_a_drain_that_takes_too_long_says_so() -> None:
-    async with running(worker={"heartbeat_s": 0.2, "drain_timeout_s": 0.1}) as cluster:
+    async with running(worker={"drain_timeout_s": 0.1}) as cluster:
         (host,) = cluster.hosts(MemberKind.DECODE)
         async with streaming(cluster, 5000):
             assert not await host.drain()

@@ -159,7 +159,7 @@ async def test_a_preempted_request_is_not_refused_as_a_new_one_is(waits_for_its_
         gateway={"tenants_in_etcd": True, "max_queued_requests": 2},
         engine=slots,
         sim={"step_ms": 10.0, "prefill_tokens_per_s": 1_000.0 if waits_for_its_prompt else 100_000.0},
-        worker={"heartbeat_s": 0.2, "max_requests": 8},
+        worker={"max_requests": 8},
     ) as cluster:
         words = " ".join(f"w{i}" for i in range(400 if waits_for_its_prompt else 1))
         keys = {name: await tenant_with_key(cluster, name) for name in ("hog", "gold")}

@@ -236,7 +236,7 @@ async def test_workers_hear_what_tenants_got_elsewhere_from_one_gateway(monkeypa
 async def test_a_flood_leaves_places_for_others_on_workers_and_in_the_line() -> None:
     """Over one gateway and over another: the flood has more clients than all have places."""
     body = {"model": MODEL, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    values = {"worker": {"heartbeat_s": 0.2, "drain_timeout_s": 5, "max_requests": 16}, "sim": SIM}
+    values = {"worker": {"drain_timeout_s": 5, "max_requests": 16}, "sim": SIM}
     gateway = IN_ETCD | {"max_queued_requests": 32, "queue_timeout_s": 30}
     async with running(gateway=gateway, **values) as cluster:
         admin = admin_of(cluster)

@@ -18,6 +18,7 @@ from kvferry import config as configuration
 from kvferry.config import ClusterConfig
 from kvferry.gateway.identity.key_file import new_key
 from kvferry.keeper.lifecycle import KeeperHost
+from kvferry.keeper.volumes import volume_io
 from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind
 from kvferry.store.direct_io import Fault, Operation
@@ -48,7 +49,7 @@ def config_with(volume: Path, sockets: Path, **values: object) -> ClusterConfig:
             "engine": {"kind": "sim", "block_size": PAGE},
             "prefill": {"replicas": 0},
             "decode": {"replicas": 1},
-            "worker": {"heartbeat_s": 0.2, "drain_timeout_s": 5},
+            "worker": {"drain_timeout_s": 5},
             "sim": {"step_ms": 1.0, "prefill_tokens_per_s": 2_000.0, "tier_page_ms": 0.05},
             "gateway": {"http_port": 0, "grpc_port": None},
             "tier": {
@@ -75,7 +76,7 @@ async def add_worker(cluster: SimCluster, kept: KeeperHost, pool: str = "") -> t
     config = cluster.config
     engine = build_engine(config, MemberKind.DECODE, MODEL, keeper_socket=kept.member.socket_path, pool=pool)
     assert isinstance(engine, SimEngine)
-    host = WorkerHost(config, MemberKind.DECODE, engine, MemoryMembership(cluster.registry), pool)
+    host = WorkerHost(config, MemberKind.DECODE, engine, MemoryMembership(cluster.registry), pool, heartbeat_s=0.2)
     await host.start()
     cluster.workers.append((host, engine))
     return host, engine
@@ -310,9 +311,12 @@ class Load:
         return " ".join(f"{number}word{i}" for i in range(100))
 
 
-async def test_a_volume_that_hangs_fills_or_disappears_under_load_fails_nobody(tmp_path: Path, sockets: Path) -> None:
+async def test_a_volume_that_hangs_fills_or_disappears_under_load_fails_nobody(
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And metrics say so while it lasts, and the volume is of use again afterwards, in the same keeper."""
-    config = config_with(tmp_path / "volume", sockets, io_timeout_s=0.3, breaker_retry_s=0.2)
+    monkeypatch.setattr(volume_io, "BREAKER_RETRY_S", 0.2)
+    config = config_with(tmp_path / "volume", sockets, io_timeout_s=0.3)
     config = config.model_copy(update={"sim": {**config.sim, "num_pages": 64, "cpu_pages": 64}})
     io = SwitchableIo()
     async with gateway_over(config) as cluster:

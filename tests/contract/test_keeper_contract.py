@@ -27,6 +27,7 @@ from kvferry.errors import TierError
 from kvferry.keeper import messages
 from kvferry.keeper.engine_client.client import AWAY
 from kvferry.keeper.keeper import Keeper
+from kvferry.keeper.volumes import volume_io
 from kvferry.keeper.volumes.breaker import BreakerState
 from kvferry.keeper.volumes.failure_cause import Cause
 from kvferry.store.direct_io import Fault, Operation
@@ -47,6 +48,12 @@ CHUNKS = range(16)
 def rows() -> Iterator[Rows]:
     with rows_of(64, ROW_BYTES) as rows:
         yield rows
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of volumes that were left alone."""
+    monkeypatch.setattr(volume_io, "BREAKER_RETRY_S", 0.2)
 
 
 @contextlib.asynccontextmanager
@@ -459,15 +466,17 @@ async def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None
 # Volumes that break
 
 
+@pytest.mark.usefixtures("quick_retries")
 async def test_a_volume_that_hangs_is_left_alone_and_heals(tmp_path: Path, rows: Rows) -> None:
     ios, gate = [SwitchableIo(), SwitchableIo()], threading.Event()
     # What waits fails with the volume, however late a busy machine looks at it.
-    config = tier_config(tmp_path, num_volumes=2, io_timeout_s=0.4, queue_timeout_s=PATIENCE_S, breaker_retry_s=0.2)
+    config = tier_config(tmp_path, num_volumes=2, io_timeout_s=0.4)
     async with keeping(config, ios) as keeper, engine_of(keeper, rows) as a:
         for i in range(32):
             await a.store([i])  # one by one, so that both get some
         await a.sees(range(32))
         hanging, well = keeper._volume_set
+        hanging._queue_timeout_s = well._queue_timeout_s = PATIENCE_S
         on_hanging = [i for i in range(32) if hanging.volume.contains(LAYOUT.digest, key_of(i))]
         on_well = [i for i in range(32) if well.volume.contains(LAYOUT.digest, key_of(i))]
         assert len(on_hanging) > 8
@@ -504,9 +513,10 @@ async def test_a_volume_that_hangs_is_left_alone_and_heals(tmp_path: Path, rows:
 
 
 @pytest.mark.parametrize("operation", [Operation.READ, Operation.OPEN])
+@pytest.mark.usefixtures("quick_retries")
 async def test_a_volume_that_fails_is_left_alone_and_heals(tmp_path: Path, rows: Rows, operation: Operation) -> None:
     io = SwitchableIo()
-    config = tier_config(tmp_path, breaker_retry_s=0.2)
+    config = tier_config(tmp_path)
     async with keeping(config, [io]) as keeper, engine_of(keeper, rows) as a:
         await a.store(CHUNKS)
         await a.sees(CHUNKS)
@@ -544,9 +554,10 @@ async def test_one_bad_sector_is_one_chunk(tmp_path: Path, rows: Rows) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+@pytest.mark.usefixtures("quick_retries")
 async def test_writes_that_fail_lose_no_job(tmp_path: Path, rows: Rows, error: int) -> None:
     io = SwitchableIo()
-    config = tier_config(tmp_path, breaker_retry_s=2)
+    config = tier_config(tmp_path)
     num_failed = 0
 
     def choose(operation: Operation, path: str) -> Fault | None:
@@ -595,8 +606,9 @@ async def test_a_full_volume_makes_room(tmp_path: Path, rows: Rows) -> None:
         assert keeper.stats.volumes[0].evicted == 40
 
 
+@pytest.mark.usefixtures("quick_retries")
 async def test_a_volume_that_disappears_comes_back(tmp_path: Path, rows: Rows) -> None:
-    config = tier_config(tmp_path, breaker_retry_s=0.2)
+    config = tier_config(tmp_path)
     async with keeping(config) as keeper, engine_of(keeper, rows) as a:
         await a.store(CHUNKS)
         await a.sees(CHUNKS)

@@ -22,6 +22,9 @@ from kvferry.observability.telemetry import FORK_OUTCOMES, IMAGE_OUTCOMES
 from kvferry.util.grpc_options import MAX_MESSAGE_BYTES
 
 MAX_WAITING = 64  # chats with images that wait for a process
+CPU_S = 10.0  # of a process, for the images of a request
+# What the model's processor makes of a request's images travels to a prefill worker in one message.
+MAX_PREPARED_BYTES = 32 << 20
 
 # A prompt and its images travel in one message; a token id takes up to five bytes of it.
 _MAX_SENT_BYTES = MAX_MESSAGE_BYTES - (4 << 20)
@@ -220,8 +223,7 @@ class ImageChats:
                 return InvalidRequest(f"messages: the images cannot be prepared: {text[0]}", param="messages")
             case Outcome.CPU_TIME:
                 return InvalidRequest(
-                    f"messages: preparing the images takes over {limits.cpu_s:g} s of CPU time; "
-                    "gateway.images.cpu_s is the limit",
+                    f"messages: preparing the images takes over {limits.cpu_s:g} s of CPU time, the limit",
                     param="messages",
                 )
             case Outcome.LATE:
@@ -244,8 +246,7 @@ def require_few_bytes(num_bytes: int, most: int) -> None:
     """Raises InvalidRequest."""
     if num_bytes > most:
         raise InvalidRequest(
-            f"messages: the images take {num_bytes} bytes as the model's processor prepares them; "
-            f"gateway.images.max_prepared_mib allows {most}",
+            f"messages: the images take {num_bytes} bytes as the model's processor prepares them; {most} is the limit",
             param="messages",
         )
 

@@ -22,7 +22,7 @@ from kvferry.config import DEFAULT_POOL, ClusterConfig, ModelConfig, entry_of
 from kvferry.engine.base import Renderer, RenderOutcomes
 from kvferry.engine.fork_process import WALL_PER_CPU, ForkProcess, InheritedFile
 from kvferry.engine.forks import ForkLimits
-from kvferry.engine.image_chats import ImageChats, ImageSettings, image_identity
+from kvferry.engine.image_chats import CPU_S, MAX_PREPARED_BYTES, ImageChats, ImageSettings, image_identity
 from kvferry.engine.vllm.rendering.chat_template import read_chat_template
 from kvferry.engine.vllm.rendering.renderer import VllmRenderer
 from kvferry.errors import ConfigError, KvferryError
@@ -137,8 +137,7 @@ def _image_chats(
     images = config.gateway.images
     if not images.max_per_request:
         return None
-    max_prepared_bytes = images.max_prepared_mib << 20
-    settings = ImageSettings(max_pixels=images.max_pixels, max_prepared_bytes=max_prepared_bytes)
+    settings = ImageSettings(max_pixels=images.max_pixels, max_prepared_bytes=MAX_PREPARED_BYTES)
     command = [
         *(sys.executable, "-m", "kvferry.engine.vllm.rendering.image_process"),
         *("--model-folder", model_folder),
@@ -146,12 +145,12 @@ def _image_chats(
         *("--model", model.model_dump_json()),
         *("--settings", msgspec.json.encode(settings).decode()),
     ]
-    limits = ForkLimits(cpu_s=images.cpu_s, wall_s=images.cpu_s * WALL_PER_CPU, memory_bytes=images.memory_mib << 20)
+    limits = ForkLimits(cpu_s=CPU_S, wall_s=CPU_S * WALL_PER_CPU, memory_bytes=images.memory_mib << 20)
     return ImageChats(
         ForkProcess(command, limits, "images cannot be prepared now", [] if template is None else [template]),
         image_identity(model_folder, config.model_dtype),
         num_processes=images.processes,
-        max_prepared_bytes=max_prepared_bytes,
+        max_prepared_bytes=MAX_PREPARED_BYTES,
         cache_bytes=images.cache_mib << 20,
     )
 

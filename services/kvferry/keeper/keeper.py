@@ -376,9 +376,7 @@ class Keeper:
                 feed.begin_snapshots()
 
     async def _maintain(self) -> None:
-        period_s = min(
-            0.5, self._config.io_timeout_s / 4, self._config.queue_limit_s / 4, self._config.breaker_retry_s / 2
-        )
+        period_s = min(0.5, self._config.io_timeout_s / 4)
         next_pulse_s = self._clock()
         while True:
             now_s = self._clock()

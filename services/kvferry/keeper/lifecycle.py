@@ -19,7 +19,7 @@ from kvferry.errors import TierError
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.metrics import KeeperMetrics
 from kvferry.keeper.remote.chunk_lender import ChunkLender
-from kvferry.keeper.remote.nixl_agent import NixlAgent
+from kvferry.keeper.remote.nixl_agent import CPU_TRANSPORTS, NixlAgent
 from kvferry.keeper.remote.remote_reader import RemoteReader
 from kvferry.keeper.server import KeeperServer
 from kvferry.keeper.volume_tenants import VolumeTenants
@@ -71,13 +71,13 @@ class KeeperHost:
         self._started_unix_s = 0.0
         self._agent = NixlAgent(self.keeper_id)
         self.remote = RemoteReader(
-            self._agent, self._others.locate, self._dial, keyring=keyring, timeout_s=tier.load_limit_s
+            self._agent, self._others.locate, self._dial, keyring=keyring, timeout_s=tier.load_timeout_s
         )
         self.keeper = Keeper(tier, (), remote=self.remote, keeper_id=self.keeper_id)
         self._tenants: VolumeTenants | None = None
         if config.gateway.tenants_in_etcd:
             self._tenants = VolumeTenants(membership, self.keeper, self._volumes)
-        self.lender = ChunkLender(self.keeper, self._agent, timeout_s=tier.load_limit_s)
+        self.lender = ChunkLender(self.keeper, self._agent, timeout_s=tier.load_timeout_s)
         self.server = KeeperServer(self.keeper, self.lender, node=self._node)
         self._tracing: Tracing | None = None
         self.metrics = KeeperMetrics(
@@ -216,7 +216,7 @@ class KeeperHost:
     def _prepare_environment(self) -> None:
         """Set what UCX reads, before NIXL is loaded. An operator's values stay."""
         if self._config.engine.device == "cpu":
-            os.environ.setdefault("UCX_TLS", self._config.engine.ucx_tls)
+            os.environ.setdefault("UCX_TLS", CPU_TRANSPORTS)
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         if is_loopback(self._config.tier.host):
             os.environ.setdefault("UCX_NET_DEVICES", "lo")

@@ -175,8 +175,7 @@ _IMAGE_OUTCOME = Label(
 )
 _FETCH_OUTCOME = Label(
     "outcome",
-    "`refused`: the URL is not allowed, or its host did not give an image in time; `overloaded`: "
-    "`gateway.images.max_fetches` were running",
+    "`refused`: the URL is not allowed, or its host did not give an image in time; `overloaded`: 16 were running",
     FETCH_OUTCOMES,
 )
 _TENANT_OUTCOME = Label(

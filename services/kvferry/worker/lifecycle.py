@@ -31,7 +31,7 @@ from kvferry.util.shared_memory import record_shared_memory
 from kvferry.worker.engine_floors import EngineFloors
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.residency_publisher import ResidencyPublisher
-from kvferry.worker.server import WorkerServer
+from kvferry.worker.server import HEARTBEAT_S, WorkerServer
 from kvferry.worker.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class WorkerHost:
         membership: Membership,
         pool: str = "",
         member_pool: str | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """`member_pool` is what members and requests call `pool`, where that is another name."""
         self._config = config
@@ -107,7 +108,7 @@ class WorkerHost:
             role=kind.value,
             host=config.worker.host,
             max_requests=config.worker.max_requests,
-            heartbeat_s=config.worker.heartbeat_s,
+            heartbeat_s=heartbeat_s,
             tls=config.worker.tls,
             turns=build_turns(config, kind, pool),
             pool=self._pool,

@@ -39,6 +39,7 @@ _MAX_REFUSED = 256  # gateways that are remembered as refused
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT_S = 1.0  # gateways give up a worker after 15 s of silence
 _AT_ONCE = contextlib.nullcontext(OnEngine())
 
 
@@ -56,7 +57,7 @@ class WorkerServer:
         role: str,
         host: str,
         max_requests: int,
-        heartbeat_s: float,
+        heartbeat_s: float = HEARTBEAT_S,
         tls: TlsConfig | None = None,
         identity: Identity | None = None,
         turns: Turns | None = None,

@@ -48,6 +48,7 @@ class Fetched:
     """A fetcher that has the files."""
 
     num_fetches = 3  # of others
+    max_fetches = 16
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
@@ -107,7 +108,7 @@ async def test_files_come_in_the_order_of_their_parts_and_urls_leave_the_body() 
     # A file that is fetched may have the largest size until it is there.
     sizes = len(PNG) + len(FILES["jpeg"])
     assert held.sizes == [sizes + 1024, sizes + len(FILES["gif"])]
-    assert held.fetches == (1, 3, ImagesConfig().max_fetches)
+    assert held.fetches == (1, 3, 16)
 
 
 async def test_a_chat_without_images_holds_nothing() -> None:

@@ -119,12 +119,10 @@ async def test_stop_may_be_repeated(host: WorkerHost, registry: MemoryRegistry) 
 
 async def test_a_hung_engine_fails_its_requests_and_its_worker_leaves(registry: MemoryRegistry) -> None:
     """It is alive and says it is well, and no step finishes."""
-    config = configuration.parse(
-        {"model": {"path": "m"}, "engine": {"kind": "sim"}, "worker": {"hang_timeout_s": 1.0, "heartbeat_s": 0.2}}
-    )
+    config = configuration.parse({"model": {"path": "m"}, "engine": {"kind": "sim"}, "worker": {"hang_timeout_s": 1.0}})
     engine = build_engine(config, MemberKind.DECODE, "m")
     assert isinstance(engine, SimEngine)
-    host = WorkerHost(config, MemberKind.DECODE, engine, MemoryMembership(registry))
+    host = WorkerHost(config, MemberKind.DECODE, engine, MemoryMembership(registry), heartbeat_s=0.2)
     await host.start()
     link = WorkerLink(host.member, "g", lambda: None, config.worker)
     try:

@@ -28,6 +28,8 @@ _SIGNATURES = {
 
 
 class Fetcher(Protocol):
+    max_fetches: int  # at once
+
     @property
     def num_fetches(self) -> int:
         """How many run now."""
@@ -99,7 +101,7 @@ class ChatImages:
         fetched: list[bytes] = []
         if to_fetch:
             assert self._fetcher is not None
-            with holder.fetching(len(to_fetch), self._fetcher.num_fetches, self._config.max_fetches):
+            with holder.fetching(len(to_fetch), self._fetcher.num_fetches, self._fetcher.max_fetches):
                 fetched = await self._fetcher.fetch(to_fetch)
         files = {where: data for (_, where), data in zip((*to_decode, *to_fetch), (*decoded, *fetched), strict=True)}
         images = [ChatImage(files[where], where) for _, where in urls]

@@ -18,6 +18,8 @@ from kvferry.errors import InvalidRequest, Overloaded
 from kvferry.observability.telemetry import FETCH_OUTCOMES
 
 MAX_URL_CHARS = 2048
+MAX_FETCHES = 16  # at once
+TIMEOUT_S = 10.0  # of all images of a request
 _MAX_ADDRESSES = 4  # of a host, that are tried one after the other
 _RESOLVERS = 4  # threads: a resolver that does not answer holds no other work of the gateway
 _PORTS = {"http": 80, "https": 443}
@@ -58,8 +60,17 @@ class ImageFetcher:
 
     # With an event loop, so that TLS does not hold up the streams on the gateway's.
 
-    def __init__(self, config: ImagesConfig, *, resolve: Resolve = resolve) -> None:
+    def __init__(
+        self,
+        config: ImagesConfig,
+        *,
+        resolve: Resolve = resolve,
+        timeout_s: float = TIMEOUT_S,
+        max_fetches: int = MAX_FETCHES,
+    ) -> None:
         self._config = config
+        self._timeout_s = timeout_s
+        self.max_fetches = max_fetches
         self._resolve = resolve
         self.outcomes = Counter(dict.fromkeys(FETCH_OUTCOMES, 0))
         self.num_fetches = 0
@@ -85,10 +96,10 @@ class ImageFetcher:
 
     async def _all(self, urls: Sequence[tuple[str, str]]) -> list[bytes]:
         targets = [(self._target(url, where), where) for url, where in urls]
-        if self.num_fetches + len(targets) > self._config.max_fetches:
+        if self.num_fetches + len(targets) > self.max_fetches:
             raise Overloaded(
                 f"this gateway has no room to fetch the {len(targets)} images of this request now; "
-                f"gateway.images.max_fetches is {self._config.max_fetches}"
+                f"it fetches at most {self.max_fetches} at once"
             )
         self.num_fetches += len(targets)
         try:
@@ -146,14 +157,14 @@ class ImageFetcher:
 
     async def _fetch(self, target: httpx.URL, where: str) -> bytes | InvalidRequest:
         # Errors are returned: a task group would wrap them.
-        limit_s = self._config.fetch_timeout_s
+        limit_s = self._timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 return await self._fetch_in_time(target, where)
         except TimeoutError:
             return _refused(
                 where,
-                f"the image of {_named(target)} did not arrive within {limit_s:g} s (gateway.images.fetch_timeout_s)",
+                f"the image of {_named(target)} did not arrive within {limit_s:g} s",
             )
         except InvalidRequest as error:
             return error
@@ -201,8 +212,8 @@ class ImageFetcher:
                 follow_redirects=False,
                 # A host's cookies would go with others' requests to all hosts at its address, and would pile up.
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
-                timeout=self._config.fetch_timeout_s,
-                limits=httpx.Limits(max_connections=self._config.max_fetches, max_keepalive_connections=0),
+                timeout=self._timeout_s,
+                limits=httpx.Limits(max_connections=self.max_fetches, max_keepalive_connections=0),
             )
         most = self._config.max_bytes
         request = self._client.build_request(

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.0005
 _POLL_LENT_S = 0.001
 _BACKEND = "UCX"
+CPU_TRANSPORTS = "tcp,cma,sm,self"  # of UCX, for memory that is not a GPU's
 
 
 class Read(NamedTuple):

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 # How often the changes of other nodes to a shared volume are looked for.
 _RESCAN_PERIOD_S = 30.0
 _ALIVE_PERIOD_S = 60.0  # during a rescan
+BREAKER_FAILURES = 3  # in a row, until a volume is left alone
+BREAKER_RETRY_S = 5.0
 _PURGE_PERIOD_S = 1.0  # between looks for purges by others
 # Outcomes that say nothing of the drive.
 _NEUTRAL = frozenset(
@@ -87,15 +89,15 @@ class VolumeIo:
         self.pool = volume_config.pool  # whose engines alone use it
         self._is_shared = volume_config.shared
         self._timeout_s = config.io_timeout_s
-        self._queue_timeout_s = config.queue_limit_s
-        self._retry_s = config.breaker_retry_s
+        self._queue_timeout_s = config.io_timeout_s
+        self._retry_s = BREAKER_RETRY_S
         self._on_readable_changed = on_readable_changed
         self._clock = clock
         now_s = clock()
         gib_per_day = volume_config.write_gib_per_day
         self.budget = WriteBudget(None if gib_per_day is None else gib_per_day * (1 << 30), now_s)
-        self._read_breaker = Breaker(config.breaker_failures, config.breaker_retry_s)
-        self._write_breaker = Breaker(config.breaker_failures, config.breaker_retry_s)
+        self._read_breaker = Breaker(BREAKER_FAILURES, BREAKER_RETRY_S)
+        self._write_breaker = Breaker(BREAKER_FAILURES, BREAKER_RETRY_S)
         self._no_space_until_s = now_s
         self._is_full = False
         self._rescan_at_s = now_s + _RESCAN_PERIOD_S

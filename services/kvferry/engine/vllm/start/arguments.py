@@ -12,6 +12,7 @@ from kvferry.config import AdaptersConfig, EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import EngineId, EngineInfo
 from kvferry.engine.vllm.start.argument_parser import parsed
 from kvferry.engine.vllm.start.draft_model import DraftModel
+from kvferry.keeper.remote.nixl_agent import CPU_TRANSPORTS
 from kvferry.model_folder import cache_folder
 from kvferry.pages.exchange import ARGUMENTS, WEIGHTS
 from kvferry.pages.geometry.config_json import from_config
@@ -174,7 +175,7 @@ def tier_connector(
             "blocks_per_chunk": tier.blocks_per_chunk,
             "keeper_socket": keeper_socket,
             "volume_pool": volume_pool,
-            "load_timeout_s": tier.load_limit_s,
+            "load_timeout_s": tier.load_timeout_s,
             "queue_bytes": tier.queue_mib << 20,
             "model_name": model_name,
             "weights_revision": weights_revision,
@@ -200,7 +201,7 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
             # vLLM's own binding would put all engines of this machine on the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "UCX_TLS": config.ucx_tls,
+            "UCX_TLS": CPU_TRANSPORTS,
             # Huge pages, where the system has them, make KV pages cheaper to move and read.
             "THP_MEM_ALLOC_ENABLE": "1",
             # Keeps compiled code across restarts; the default is a temporary folder.
