@@ -29,8 +29,8 @@ from kvferry.store.index.eviction import TenantRetention
 from kvferry.store.keyring import SecretsKeyring
 from kvferry.store.layout import ChunkId, ChunkKey
 from kvferry.store.volume import Outcome, Volume
-from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.terms import TierContract
 
 NUM_NODES = 3
 NUM_CHUNKS = 24

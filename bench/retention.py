@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.results import BenchFailed, Results, run_benchmark
-from kvferry.tenancy.contract import TierContract, TierSettings
 from kvferry.tenancy.pages.outcome import Cause, Refusal, Stored, Victim
 from kvferry.tenancy.pages.page import Page
 from kvferry.tenancy.pages.retention import Retention
+from kvferry.tenancy.terms import TierContract, TierSettings
 from kvferry_loadtest.machine import machine_line
 
 NUM_TENANTS = 64

@@ -29,10 +29,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.results import Results, run_benchmark
-from kvferry.tenancy.contract import TierContract, TierSettings
 from kvferry.tenancy.pages.outcome import Stored
 from kvferry.tenancy.pages.page import Page
 from kvferry.tenancy.pages.retention import Retention
+from kvferry.tenancy.terms import TierContract, TierSettings
 from kvferry_loadtest.machine import machine_line
 
 TRACE = "mooncake_conversation_trace.jsonl"

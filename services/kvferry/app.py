@@ -39,7 +39,7 @@ from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.hub_model.marker import why_not_whole
 from kvferry.keeper.actor import KeeperActor
-from kvferry.keeper.socket_path import socket_path
+from kvferry.keeper.unix_socket import socket_path
 from kvferry.membership.base import MemberKind, Membership
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.util import collector

@@ -35,8 +35,7 @@ from kvferry_sim.block_pool import PageId
 from kvferry_sim.event_stream import KvEventStream
 from kvferry_sim.kv_cache import KvCache
 from kvferry_sim.kv_fetch import KvFetcher
-from kvferry_sim.kv_transfer import KvTransferError, KvTransferServer, Ticket
-from kvferry_sim.page_memory import layout_digest
+from kvferry_sim.kv_transfer import KvTransferError, KvTransferServer, Ticket, layout_digest
 from kvferry_sim.parsing import SimParser
 from kvferry_sim.scheduler import Scheduler
 from kvferry_sim.sequence import Phase, TokenSequence

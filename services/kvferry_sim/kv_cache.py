@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvferry.engine.base import KvEvent
 from kvferry_sim.block_pool import BlockPool, PageId
-from kvferry_sim.page_memory import LayoutDigest, PageMemory
+from kvferry_sim.kv_transfer import LayoutDigest, PageMemory
 from kvferry_sim.sequence import TokenSequence
 from kvferry_sim.tier import SimTier
 

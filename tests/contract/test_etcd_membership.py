@@ -26,11 +26,11 @@ from kvferry.membership.base import (
     MemberId,
     MemberKind,
     Registration,
+    RetryPolicy,
     Snapshot,
 )
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.membership.etcd_records import Listing, record_key
-from kvferry.membership.retry import RetryPolicy
 from support.waiting import SOON_S
 
 RETRY = RetryPolicy(first_s=0.05, max_s=0.3)

@@ -28,8 +28,7 @@ from kvferry.keeper import messages
 from kvferry.keeper.engine_client.client import AWAY
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.volumes import volume_io
-from kvferry.keeper.volumes.breaker import BreakerState
-from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.breaker import BreakerState, Cause
 from kvferry.store.direct_io import Fault, Operation
 from kvferry.store.layout import ChunkId
 from kvferry.store.outcome import Outcome

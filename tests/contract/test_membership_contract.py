@@ -24,10 +24,10 @@ from kvferry.membership.base import (
     MemberId,
     MemberKind,
     Membership,
+    RetryPolicy,
     Snapshot,
 )
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.membership.retry import RetryPolicy
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import SOON_S
 

@@ -13,9 +13,8 @@ import pytest
 from bench.etcd_server import EtcdServer, find_binary
 from kvferry.config import MembershipConfig
 from kvferry.errors import UnavailableError
-from kvferry.membership.base import Membership, RecordChange, RecordChanged, Records
+from kvferry.membership.base import Membership, RecordChange, RecordChanged, Records, RetryPolicy
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.membership.retry import RetryPolicy
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import SOON_S
 

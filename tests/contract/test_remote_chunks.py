@@ -22,7 +22,7 @@ import pytest
 from bench.etcd_server import Authority
 from kvferry.config import TlsConfig
 from kvferry.keeper.lifecycle import KeeperHost
-from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.breaker import Cause
 from kvferry.residency.codec import residency_from_wire
 from kvferry.residency.feed import ResidencyFollower, SnapshotPart
 from kvferry.residency.index import ResidencyIndex

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.engine.base import Turn
 from kvferry.errors import Overloaded, TenantOverloaded
-from kvferry.link import worker_tenants
+from kvferry.link import tenants
 from kvferry.link.worker_link import WorkerLink
 from kvferry.worker.turns import Turns
 from support.link_peers import member_of, request, serving, simulated
@@ -18,7 +18,7 @@ NOISE, GOLD = Turn("noise", 1.0), Turn("gold", 4.0)
 
 
 async def test_one_tenant_never_takes_the_places_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_tenants, "PAUSE_S", 0.3)
+    monkeypatch.setattr(tenants, "PAUSE_S", 0.3)
     async with simulated() as engine, serving(engine, max_requests=16, turns=Turns(8)) as worker:
         link = WorkerLink(member_of(worker), "g", lambda: None)
         try:

@@ -118,7 +118,7 @@ def test_pages_and_chunks_of_other_rotations_are_others(folder: Path) -> None:
 
 def test_a_base_that_is_not_the_models_is_refused(folder: Path) -> None:
     """vLLM takes the parameters whole: without `rope_theta` it would take 10,000."""
-    from kvferry.engine.vllm.start.rope_overrides import check_rope_theta
+    from kvferry.engine.vllm.start.start_checks import check_rope_theta
 
     def check(theta: float) -> None:
         overrides = {"rope_parameters": {**PARAMETERS, "rope_theta": theta}}

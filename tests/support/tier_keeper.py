@@ -19,7 +19,7 @@ from typing import Any
 from kvferry.config import TierConfig
 from kvferry.keeper.engine_client.client import JobDone, KeeperClient
 from kvferry.keeper.keeper import Keeper
-from kvferry.keeper.socket_path import socket_path
+from kvferry.keeper.unix_socket import socket_path
 from kvferry.store.direct_io import DirectIo, Fault, FaultyIo, Operation
 from kvferry.store.layout import ChunkLayout
 from kvferry.store.volume import Volume

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvferry.util.file_signature import file_signature
+from kvferry.util.files import file_signature
 
 
 def test_a_file_that_was_written_or_replaced_differs(tmp_path: Path) -> None:

@@ -34,8 +34,14 @@ from kvferry.pages.geometry.config_json import from_config
 from kvferry_plan.quality.obstacles import Hardware, find_obstacles
 from kvferry_plan.quality.report_file import write_report
 from kvferry_plan.quality.samples import MAX_DATASET_BYTES, SHIPPED, load_dataset, sample_text, task_prompts
-from kvferry_plan.quality.statistics import interval_of_mean, interval_of_share
-from kvferry_plan.quality.verdict import SampleScores, by_length, exact_match, worst
+from kvferry_plan.quality.verdict import (
+    SampleScores,
+    by_length,
+    exact_match,
+    interval_of_mean,
+    interval_of_share,
+    worst,
+)
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,

@@ -11,8 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.engine.base import CachedTokens, FinishReason, PromptSources
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
-from kvferry.keeper.volumes.breaker import BreakerState
-from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.breaker import BreakerState, Cause
 from kvferry.keeper.volumes.volume_state import VolumeState
 from kvferry.observability import telemetry
 from kvferry.observability.exposition import Exposition, Reading

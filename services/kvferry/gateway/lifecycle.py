@@ -26,7 +26,6 @@ from kvferry.engine.image_chats import CPU_S, MAX_PREPARED_BYTES, ImageChats, Im
 from kvferry.engine.vllm.rendering.chat_template import read_chat_template
 from kvferry.engine.vllm.rendering.renderer import VllmRenderer
 from kvferry.errors import ConfigError, KvferryError
-from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import OF_POOL, Admission, Readiness
 from kvferry.gateway.bodies.chat_images import ChatImages
 from kvferry.gateway.bodies.image_fetch import ImageFetcher
@@ -38,7 +37,7 @@ from kvferry.gateway.http.tls_handshake import TlsHandshake
 from kvferry.gateway.http.uvicorn_connection import HttpProtocol
 from kvferry.gateway.identity.identification import Identification
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
-from kvferry.gateway.models import Models
+from kvferry.gateway.models import AdapterNames, Models
 from kvferry.gateway.prometheus_targets import Targets
 from kvferry.gateway.tls import GatewayTls
 from kvferry.gateway.token_timeouts import TokenTimeouts
@@ -55,8 +54,7 @@ from kvferry.router.policy import Policy, PricedPolicy, RoundRobinPolicy
 from kvferry.router.prices.pricing import VolumeCosts
 from kvferry.router.residency_subscriber import ResidencySubscriber
 from kvferry.router.usage import UsageExchange
-from kvferry.router.volume_pool import VolumePool, keeper_of
-from kvferry.router.volume_stream import follow_over
+from kvferry.router.volume_pool import VolumePool, follow_over, keeper_of
 from kvferry.router.worker_pool import WorkerPool
 from kvferry.util import collector, simulator
 from kvferry.util.addresses import join_host_port, reachable_host

@@ -7,23 +7,45 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from kvferry.arguments.vllm_arguments import SPECULATION, speculates
-from kvferry.config import DEFAULT_POOL, ClusterConfig, entry_of
+from kvferry.config import DEFAULT_POOL, AdaptersConfig, ClusterConfig, entry_of
 from kvferry.engine.base import RenderedPrompt, Renderer, RenderOutcomes
 from kvferry.errors import InvalidRequest, KvferryError, ModelNotFound, NoDecodeWorker, NotReady
 from kvferry.gateway.canary import diverted_to
 from kvferry.gateway.identity.tenants import Tenant
-from kvferry.gateway.model_names import ModelNames
-from kvferry.link.identity.gateway_identity import GatewayIdentity
-from kvferry.link.identity.protocol import Identity
+from kvferry.link.identity.protocol import GatewayIdentity, Identity
 from kvferry.util.task_set import TaskSet
 
 log = logging.getLogger(__name__)
+
+
+class ModelNames:
+    # A tenant whose contract names a pool is served there and nowhere else, under every name that it may use. Others
+    # are served by the default pool, and by those that are not dedicated under their own names.
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.default = config.served_name
+        self._name_of = {name: pool.served_name for name, pool in config.pools.items()}
+        self._open_name_to_pool = {
+            pool.served_name: name for name, pool in config.pools.items() if pool.served_name and not pool.dedicated
+        }
+
+    def of(self, tenant: Tenant) -> dict[str, str]:
+        """Return pools by name. Raises NoDecodeWorker for a tenant of a pool that is not configured here."""
+        if not tenant.pool:
+            return {self.default: "", **self._open_name_to_pool}
+        if tenant.pool not in self._name_of:
+            raise NoDecodeWorker(
+                f"this tenant is served by pool {tenant.pool[:64]!r}, and this gateway's configuration has no such pool"
+            )
+        names = filter(None, (self.default, self._name_of[tenant.pool]))
+        return dict.fromkeys(names, tenant.pool)
+
 
 # Between two attempts to load a model whose files cannot be read: a job may still fill its folder.
 RETRY_FIRST_S = 1.0
@@ -406,3 +428,51 @@ def _sum(one: RenderOutcomes, other: RenderOutcomes) -> RenderOutcomes:
         return found
 
     return RenderOutcomes(*map(added, one.__struct_fields__))
+
+
+_MAX_NAMED = 16  # names in an error
+
+
+class AdapterNames:
+    # An adapter is asked for as NAME, of the default model, or as MODEL:NAME. One that another tenant owns is refused
+    # in the same words as one that does not exist.
+
+    def __init__(self, models: Models, config: AdaptersConfig) -> None:
+        self._models = models
+        self._name_to_tenants = {name: frozenset(adapter.tenants) for name, adapter in config.served.items()}
+
+    def of(self, tenant: Tenant) -> dict[str, str]:
+        """Return adapters, each with the model that it changes. Raises as `Models.route`."""
+        # A tenant whose pool is an entry of `models` has no adapter: they are of the default model.
+        if not self._name_to_tenants or self._models.labels_of(tenant).get(self._default) != DEFAULT_POOL:
+            return {}
+        return dict.fromkeys((name for name in self._name_to_tenants if self._is_open(name, tenant)), self._default)
+
+    def resolve(self, name: str, tenant: Tenant, *, param: str | None = "model") -> tuple[str, str]:
+        """Return the model's name and the adapter's, or an empty one. Raises as `Models.route`."""
+        if not self._name_to_tenants:
+            return name, ""
+        models = self._models.labels_of(tenant)
+        if name in models:
+            return name, ""
+        model, colon, adapter = name.rpartition(":")
+        if not colon:
+            model = self._default
+        if models.get(model) == DEFAULT_POOL and self._is_open(adapter, tenant):
+            return model, adapter
+        raise ModelNotFound(
+            f"the model {name!r} does not exist; served here: {_named([*models, *self.of(tenant)])}", param=param
+        )
+
+    @property
+    def _default(self) -> str:
+        return self._models.default
+
+    def _is_open(self, name: str, tenant: Tenant) -> bool:
+        tenants = self._name_to_tenants.get(name)
+        return tenants is not None and (not tenants or tenant.name in tenants)
+
+
+def _named(names: Collection[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(list(names)[:_MAX_NAMED]) + more

@@ -15,7 +15,7 @@ from cryptography.x509.oid import NameOID
 from kvferry.config import ServerTlsConfig
 from kvferry.errors import ConfigError
 from kvferry.mutual_tls import AlertingSslObject
-from kvferry.util.file_signature import FileSignature, file_signature
+from kvferry.util.files import FileSignature, file_signature
 
 log = logging.getLogger(__name__)
 

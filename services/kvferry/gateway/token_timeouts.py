@@ -8,7 +8,28 @@ from types import TracebackType
 
 from kvferry.errors import DeadlineExceeded
 from kvferry.gateway.choices import Choice
-from kvferry.gateway.own_cancel import OwnCancel
+
+
+class OwnCancel:
+    """Base of a context that may cancel the task of its block, as asyncio.Timeout does: another cancel stays one."""
+
+    __slots__ = ("_has_cancelled", "_num_cancels", "_task")
+
+    def _enter(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._num_cancels, self._has_cancelled = task, task.cancelling(), False
+
+    def _cancel(self) -> None:
+        self._has_cancelled = True
+        self._task.cancel()
+
+    def _takes_back(self, kind: type[BaseException] | None) -> bool:
+        """Take the own cancel back, at the end of the block. Return whether the block ended by it alone."""
+        if not self._has_cancelled:
+            return False
+        return self._task.uncancel() <= self._num_cancels and kind is asyncio.CancelledError
+
 
 # Choices are looked at so often in the shorter of the limits, which costs tokens nothing: a limit is exceeded by at
 # most this part of it.

@@ -11,8 +11,7 @@ import msgspec
 from kvferry.membership.base import Record, RecordStore
 from kvferry.membership.floor_reports import FloorReports, reports_in
 from kvferry.store.volume import Volume
-from kvferry.tenancy.floor_demand import FloorDemand
-from kvferry.tenancy.floor_exchange import FloorExchange, FloorReport, Parts, moving_parts
+from kvferry.tenancy.floor_exchange import FloorDemand, FloorExchange, FloorReport, Parts, moving_parts
 from kvferry.tenancy.pages.outcome import Cause
 from kvferry.tenancy.records import FLOORS
 

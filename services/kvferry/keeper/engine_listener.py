@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from kvferry.keeper.peer_process import PeerProcess
+from kvferry.keeper.unix_socket import PeerProcess
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Protocol
 from kvferry.keeper import messages
 from kvferry.keeper.mapped_region import MappedRegion
 from kvferry.keeper.messages import ProtocolError
-from kvferry.keeper.peer_process import PeerProcess
 from kvferry.keeper.snapshot_queue import SnapshotQueue
+from kvferry.keeper.unix_socket import PeerProcess
 from kvferry.store.layout import ChunkLayout
 
 log = logging.getLogger(__name__)

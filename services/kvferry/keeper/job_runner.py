@@ -10,7 +10,7 @@ from kvferry.keeper import messages
 from kvferry.keeper.job_table import Job, JobTable
 from kvferry.keeper.mapped_region import MappedRegion
 from kvferry.keeper.messages import ProtocolError
-from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.breaker import Cause
 from kvferry.keeper.volumes.io_threads import Kind, Operation
 from kvferry.keeper.volumes.volume_io import VolumeIo
 from kvferry.keeper.volumes.volume_set import VolumeSet

@@ -23,9 +23,8 @@ from kvferry.keeper.job_table import JobTable
 from kvferry.keeper.key_feed import KeyFeed
 from kvferry.keeper.mapped_region import MappedRegion
 from kvferry.keeper.messages import ProtocolError
-from kvferry.keeper.peer_process import PeerProcess
-from kvferry.keeper.socket_path import LOCK, make_private, socket_path
-from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.unix_socket import LOCK, PeerProcess, make_private, socket_path
+from kvferry.keeper.volumes.breaker import Cause
 from kvferry.keeper.volumes.io_threads import Kind, Operation
 from kvferry.keeper.volumes.volume_feed import Update, VolumeFeed
 from kvferry.keeper.volumes.volume_io import VolumeIo, VolumeIoStats

@@ -19,9 +19,8 @@ from kvferry.keeper.keeper import Keeper
 from kvferry.membership.base import Membership
 from kvferry.membership.tenant_follower import TenantFollower
 from kvferry.store.volume import Volume
-from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.records import PURGES, Purge, TenantRecord
-from kvferry.tenancy.terms import VOLUME_TIER, TenantToTiers, TierTerms, contracts_in, floor_parts
+from kvferry.tenancy.terms import VOLUME_TIER, TenantToTiers, TierContract, TierTerms, contracts_in, floor_parts
 
 log = logging.getLogger(__name__)
 

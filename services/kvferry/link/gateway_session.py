@@ -39,8 +39,7 @@ from kvferry.link.flow_control import SILENCE_LIMIT_S
 from kvferry.link.identity.protocol import QUARANTINE, identity_of, why_no_adapter, why_other_pool
 from kvferry.link.image_room import ImageRoom, WaitingImages
 from kvferry.link.outgoing_queue import OutgoingQueue
-from kvferry.link.session_tenants import SessionTenants
-from kvferry.link.tenant_meter import TenantMeter
+from kvferry.link.tenants import SessionTenants, TenantMeter
 from kvferry.observability.tracing import Span
 from kvferry.util.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb

@@ -16,11 +16,17 @@ from kvferry.link import codec
 from kvferry.link.flow_control import ACK_EVERY_S, QUIET_S, SILENCE_LIMIT_S, AckCounter
 from kvferry.link.frame_connection import FrameConnection
 from kvferry.link.frames import MAX_FRAME_BYTES
-from kvferry.link.identity.gateway_identity import GatewayIdentity
-from kvferry.link.identity.protocol import RESERVE, adapters_of, identity_of, why_incompatible, why_refused
+from kvferry.link.identity.protocol import (
+    RESERVE,
+    GatewayIdentity,
+    adapters_of,
+    identity_of,
+    why_incompatible,
+    why_refused,
+)
 from kvferry.link.quarantine_exchange import QuarantineExchange
 from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
-from kvferry.link.worker_tenants import WorkerTenants, elsewhere
+from kvferry.link.tenants import WorkerTenants, elsewhere
 from kvferry.membership.base import Member
 from kvferry.wire.v1 import worker_pb2 as pb
 

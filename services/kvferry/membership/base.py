@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import random
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import NewType, Protocol
@@ -168,3 +169,18 @@ class RecordStore(Protocol):
     def watch(self, folder: str) -> AsyncIterator[RecordChange]:
         """Yield Records, then changes in order, until the membership closes. As `Membership.watch` otherwise."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Doubling, random pauses, so that clients spread over time."""
+
+    first_s: float = 0.1
+    max_s: float = 5.0
+
+    def pause_s(self, num_failures: int, rng: random.Random) -> float:
+        ceiling_s: float = min(self.max_s, self.first_s * 2 ** min(num_failures - 1, 30))
+        return ceiling_s * rng.uniform(0.5, 1.0)
+
+
+DEFAULT_RETRY = RetryPolicy()

@@ -12,12 +12,11 @@ from typing import Any, TypeVar
 
 from kvferry.config import MembershipConfig
 from kvferry.errors import ConfigError, UnavailableError
-from kvferry.membership.base import Member, MemberChange, Record, RecordChange
+from kvferry.membership.base import DEFAULT_RETRY, Member, MemberChange, Record, RecordChange, RetryPolicy
 from kvferry.membership.etcd_link import EtcdConnector, EtcdLink, wait_for_cancelled
 from kvferry.membership.etcd_records import Listing, MemberView, RecordView
 from kvferry.membership.etcd_registration import EtcdRegistration
 from kvferry.membership.etcd_watch import EtcdWatch, View
-from kvferry.membership.retry import DEFAULT_RETRY, RetryPolicy
 
 C = TypeVar("C")
 

@@ -13,7 +13,7 @@ import msgspec
 
 from kvferry.config import MembershipConfig
 from kvferry.errors import KvferryError
-from kvferry.membership.base import Member
+from kvferry.membership.base import Member, RetryPolicy
 from kvferry.membership.etcd_link import (
     EtcdConnector,
     EtcdLink,
@@ -24,7 +24,6 @@ from kvferry.membership.etcd_link import (
     wait_for_cancelled,
 )
 from kvferry.membership.etcd_records import record_key
-from kvferry.membership.retry import RetryPolicy
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from kvferry.errors import ConfigError, UnavailableError
-from kvferry.membership.base import Member, MemberKind, Membership, Record
-from kvferry.membership.retry import RetryPolicy
+from kvferry.membership.base import Member, MemberKind, Membership, Record, RetryPolicy
 from kvferry.tenancy import records
 from kvferry.tenancy.limits import LimitName, shown
-from kvferry.tenancy.names import check_name
-from kvferry.tenancy.namespace import MAX_EPOCH, Namespace
+from kvferry.tenancy.namespace import MAX_EPOCH, Namespace, check_name
 from kvferry.tenancy.records import KeyRecord, Purge, TenantRecord, make_key
 from kvferry.tenancy.terms import TIERS, TierTerms, check_floors, describe
 

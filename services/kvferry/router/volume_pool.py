@@ -10,16 +10,24 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
+import grpc
+
+from kvferry.config import TlsConfig
 from kvferry.errors import KvferryError
 from kvferry.keeper.volumes.volume_state import VolumeState
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership
 from kvferry.membership.follower import MemberFollower
+from kvferry.mutual_tls import channel_to
+from kvferry.residency.codec import residency_from_wire
 from kvferry.residency.feed import Delta, ResidencyFollower, SnapshotPart
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.prices.pricing import NO_VOLUMES, VolumeCosts
 from kvferry.router.prices.rates import CostDefaults
+from kvferry.util.grpc_options import CHANNEL_OPTIONS
 from kvferry.util.task_set import TaskSet
+from kvferry.wire.v1 import keeper_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -166,3 +174,40 @@ def volume_of(name: str) -> str:
 
 def keeper_of(name: str) -> MemberId:
     return MemberId(name.partition(_SEPARATOR)[2])
+
+
+_FOLLOW = "/kvferry.wire.v1.Keeper/Follow"
+
+
+def follow_over(tls: TlsConfig) -> FollowVolume:
+    """The streams raise ConnectionError when they break."""
+
+    async def follow(member: Member, volume_id: str) -> AsyncIterator[VolumeUpdate]:
+        async with channel_to(member.address, tls, CHANNEL_OPTIONS) as channel:
+            call: Any = channel.unary_stream(
+                _FOLLOW,
+                request_serializer=pb.FollowRequest.SerializeToString,
+                response_deserializer=pb.VolumeUpdate.FromString,
+            )(pb.FollowRequest(volume_id=volume_id))
+            try:
+                async for message in call:
+                    yield update_from_wire(message)
+            except grpc.aio.AioRpcError as error:
+                raise ConnectionError(f"{error.code().name}: {error.details()}") from None
+            except ValueError as error:
+                raise ConnectionError(f"a message that cannot be read: {error}") from None
+            finally:
+                call.cancel()
+
+    return follow
+
+
+def update_from_wire(message: pb.VolumeUpdate) -> VolumeUpdate:
+    """Raises ValueError."""
+    match message.WhichOneof("kind"):
+        case "residency":
+            return residency_from_wire(message.residency)
+        case "state":
+            return VolumeState.from_wire(message.state)
+        case _:
+            raise ValueError("an empty update")

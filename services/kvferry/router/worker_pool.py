@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from kvferry.config import WorkerConfig
-from kvferry.link.identity.gateway_identity import GatewayIdentity
+from kvferry.link.identity.protocol import GatewayIdentity
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership
 from kvferry.membership.follower import MemberFollower

@@ -19,8 +19,8 @@ from kvferry.errors import TierError
 from kvferry.store import chunk_file, paths
 from kvferry.store.direct_io import DirectIo
 from kvferry.store.layout import ChunkId, ChunkLayout, LayoutDigest
-from kvferry.store.small_files import read_small
 from kvferry.tenancy.namespace import Namespace
+from kvferry.util.files import read_small
 
 _VERSION = 1
 _MAX_LAYOUT_BYTES = 1 << 20

@@ -17,7 +17,7 @@ from typing import Any
 from kvferry.errors import ConfigError
 from kvferry.store.chunk_file import SEALING_KEY_BYTES
 from kvferry.tenancy.namespace import Namespace
-from kvferry.util.file_signature import file_signature
+from kvferry.util.files import file_signature
 
 ANY_TENANT = "*"
 MAX_SECRETS = 8  # of a tenant

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.store import paths
-from kvferry.store.small_files import read_small
+from kvferry.util.files import read_small
 
 WARN_AT = 1 << 31
 MAX_SEALS = 1 << 32

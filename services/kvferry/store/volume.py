@@ -31,9 +31,9 @@ from kvferry.store.outcome import Outcome as Outcome
 from kvferry.store.quarantine import Quarantine
 from kvferry.store.seal_counts import SealCounts
 from kvferry.store.volume_files import NO_INODE, VolumeFiles
-from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.pages.outcome import TenantUsage
+from kvferry.tenancy.terms import TierContract
 
 logger = logging.getLogger(__name__)
 

@@ -3,12 +3,68 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
-from kvferry.tenancy.contract import DEFAULT_CAP, TierContract
+DEFAULT_CAP = 0.5  # of the tier
+
+
+@dataclass(frozen=True, slots=True)
+class TierContract:
+    """Limits in units of the tier, pages or bytes. Raises ValueError."""
+
+    floor: int = 0  # units that demand of other tenants cannot evict
+    cap: int | None = None  # most units it may hold; None: half of the tier, or the floor where that is more
+    weight: float = 1.0  # how much each use of a page counts against pages of other borrowers
+    borrow: bool = True  # may hold more than the floor
+    ttl_s: float | None = None  # since the last use
+
+    def __post_init__(self) -> None:
+        if self.floor < 0:
+            raise ValueError(f"floor {self.floor} is negative")
+        if self.cap is not None and self.cap < self.floor:
+            raise ValueError(f"cap {self.cap} is below the floor of {self.floor}")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"weight {self.weight} is no positive number")
+        if self.ttl_s is not None and not (math.isfinite(self.ttl_s) and self.ttl_s > 0):
+            raise ValueError(f"ttl_s {self.ttl_s} is no positive number of seconds")
+
+    def cap_in(self, capacity: int) -> int:
+        return self.cap if self.cap is not None else max(self.floor, int(capacity * DEFAULT_CAP))
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """Raises ValueError."""
+
+    capacity: int
+    high_water: float = 1.0  # of the capacity: a reclaim starts above it
+    low_water: float = 1.0  # and ends at it
+    bonus_s: float = 60.0  # worth of one use
+    ghosts_per_page: int = 8  # about 160 bytes each; a page about 250 (`make bench-retention`)
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ValueError(f"capacity {self.capacity} is less than 1")
+        if not 0 <= self.low_water <= self.high_water <= 1:
+            raise ValueError(f"low_water {self.low_water} and high_water {self.high_water}: 0 <= low <= high <= 1")
+        if not (math.isfinite(self.bonus_s) and self.bonus_s >= 0):
+            raise ValueError(f"bonus_s {self.bonus_s} is no number of seconds")
+        if self.ghosts_per_page < 0:
+            raise ValueError(f"ghosts_per_page {self.ghosts_per_page} is negative")
+
+
+def check_sum_of_floors(tenant_to_floor: Mapping[str, int], capacity: int) -> None:
+    """Raise ValueError if the floors exceed the capacity."""
+    total = sum(tenant_to_floor.values())
+    if total > capacity:
+        named = ", ".join(f"{tenant} {floor}" for tenant, floor in sorted(tenant_to_floor.items()) if floor)
+        raise ValueError(f"floors sum to {total}, but the capacity is {capacity}: {named}")
+
 
 VOLUME_TIER: Final = "volume"
 CPU_TIER: Final = "cpu"
@@ -118,3 +174,50 @@ def describe(terms: TierTerms) -> str:
     """For people."""
     ttl = "no end" if terms.ttl_s is None else f"{terms.ttl_s:g} s"
     return f"floor {terms.floor:.3g}, cap {terms.cap:.3g}, {'borrows' if terms.borrow else 'floor only'}, ttl {ttl}"
+
+
+MAX_KNOWN: Final = 2048  # tenants
+
+
+class KnownTerms:
+    """Terms of the tenants that were seen last, as contracts in `capacity` units of a tier."""
+
+    def __init__(self, tier: str, capacity: int) -> None:
+        self._tier = tier
+        self._capacity = capacity
+        self._terms: OrderedDict[str, TierTerms] = OrderedDict()  # least recently seen first
+        self._moved: dict[str, float] = {}  # floors that follow demand, as parts of the tier
+        self._contracts: dict[str, TierContract] = {}  # as returned last
+
+    def learn(self, tenant: str, terms: TierTerms) -> dict[str, TierContract] | None:
+        """Return the contracts of all, or None where none has changed."""
+        before = self._terms.get(tenant)
+        is_same = before == terms
+        if before is not None and before.floor != terms.floor:
+            self._moved.pop(tenant, None)  # it was a part of the floor before
+        self._terms[tenant] = terms
+        self._terms.move_to_end(tenant)
+        if is_same:
+            return None
+        if len(self._terms) > MAX_KNOWN:
+            self._terms.popitem(last=False)
+        return self.contracts()
+
+    def move(self, floors: Mapping[str, float]) -> dict[str, TierContract] | None:
+        """As `learn`, for all floors that follow demand: they replace those in the terms of their tenants."""
+        if floors == self._moved:
+            return None  # as at most times: they come every few seconds
+        before, self._moved = self._contracts, dict(floors)
+        contracts = self.contracts()
+        return None if contracts == before else contracts
+
+    def contracts(self) -> dict[str, TierContract]:
+        tiers = {tenant: {self._tier: self._with_moved(tenant, terms)} for tenant, terms in self._terms.items()}
+        self._contracts = contracts_in(self._tier, tiers, self._capacity)
+        return self._contracts
+
+    def _with_moved(self, tenant: str, terms: TierTerms) -> TierTerms:
+        # A floor that was taken away since is not brought back.
+        if not terms.floor or (floor := self._moved.get(tenant)) is None:
+            return terms
+        return msgspec.structs.replace(terms, floor=min(floor, terms.cap))

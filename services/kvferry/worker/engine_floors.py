@@ -12,8 +12,7 @@ from typing import Final
 from kvferry.membership.base import Record, RecordStore
 from kvferry.membership.floor_reports import FloorReports, reports_in
 from kvferry.membership.tenant_follower import TenantFollower
-from kvferry.tenancy.floor_demand import FloorDemand
-from kvferry.tenancy.floor_exchange import FloorExchange, FloorReport, Parts
+from kvferry.tenancy.floor_exchange import FloorDemand, FloorExchange, FloorReport, Parts
 from kvferry.tenancy.records import ENGINE_FLOORS, TenantRecord
 from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, MAX_FLOORS, TierTerms, floor_parts
 

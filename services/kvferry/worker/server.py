@@ -21,7 +21,7 @@ from kvferry.link.gateway_session import GatewaySession, SessionTransport
 from kvferry.link.grpc_server import GrpcServer
 from kvferry.link.identity.protocol import POOLS, Identity, identity_of, why_incompatible
 from kvferry.link.image_room import ImageRoom
-from kvferry.link.tenant_meter import TenantMeter
+from kvferry.link.tenants import TenantMeter
 from kvferry.membership.base import MemberKind
 from kvferry.util.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb

@@ -18,7 +18,7 @@ from kvferry.engine.vllm.model_kinds import ARCHITECTURES
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.util import plain_yaml
 from kvferry_plan import model_catalogue
-from kvferry_plan.commands import inputs, parameter_count, report
+from kvferry_plan.commands import inputs, report
 from kvferry_plan.planner import (
     answer,
     assumptions,
@@ -213,7 +213,7 @@ def _question(name: str, options: dict[str, Any]) -> Question:
     parameters = _count(options["parameters"], "--parameters")
     active = _count(options["active_parameters"], "--active-parameters")
     if parameters is None and geometry.num_parameters is None:
-        counted = parameter_count.count(model_folder.read_config(name), geometry)
+        counted = inputs.count(model_folder.read_config(name), geometry)
         if counted is not None:
             total, used = counted
             geometry = dataclasses.replace(geometry, num_parameters=total, num_active_parameters=used)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,10 +11,46 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvferry.errors import ConfigError
+from kvferry.pages.geometry.model import ModelGeometry
 from kvferry.util import plain_yaml
 from kvferry_plan.planner import workload
 from kvferry_plan.planner.gpu_catalogue import MAX_FILE_BYTES, Gpu, merged
 from kvferry_plan.planner.workload import Lengths
+
+_MAX_LAYERS: Final = 1024
+_MAX_EXPERTS: Final = 4096
+_ROUTED: Final = re.compile(r"\.experts\.")
+# Weights are counted, not their quantized form; code of the model's own is not run.
+_LEFT_OUT: Final = ("quantization_config", "auto_map")
+
+
+def count(config: Mapping[str, Any], geometry: ModelGeometry) -> tuple[int, int] | None:
+    """Return all parameters and those that a token takes, or None for a model that transformers does not have.
+
+    Of a multimodal model the language model alone counts, and modules for multi-token prediction do not: as in the
+    catalogue, whose counts were made so.
+    """
+    if geometry.num_layers > _MAX_LAYERS or geometry.num_experts > _MAX_EXPERTS:
+        return None
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        values = {key: value for key, value in config.items() if key not in (*_LEFT_OUT, "model_type")}
+        text = AutoConfig.for_model(config["model_type"], **values).get_text_config()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(text)
+        sizes = {name: each.numel() for name, each in model.named_parameters()}
+    # Whatever a config.json makes transformers raise: then the user is asked for the counts.
+    except Exception:
+        return None
+    total = sum(sizes.values())
+    if geometry.num_experts <= 1:
+        return total, total
+    routed = sum(size for name, size in sizes.items() if _ROUTED.search(name))
+    unused = 1 - geometry.num_experts_per_token / geometry.num_experts
+    return total, total - round(routed * unused)
+
 
 MAX_TRACE_BYTES: Final = 512 << 20
 MAX_LINE_BYTES: Final = 16 << 20

@@ -1,4 +1,4 @@
-"""engine/vllm/rendering/template_arguments.py"""
+"""engine/vllm/rendering/chat_template.py"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_names_that_clients_send_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
     from vllm.renderers import hf
     from vllm.utils import func_utils
 
-    from kvferry.engine.vllm.rendering.template_arguments import keep_no_names_of_clients
+    from kvferry.engine.vllm.rendering.chat_template import keep_no_names_of_clients
 
     def template(conversation: Any, *, tools: Any = None, known: bool = False) -> None: ...
 

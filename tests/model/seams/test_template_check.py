@@ -1,4 +1,4 @@
-"""engine/vllm/rendering/template_check.py: chat templates that fail for every message do not let a gateway start."""
+"""engine/vllm/rendering/chat_template.py: chat templates that fail for every message do not let a gateway start."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def with_template(online: Any) -> Iterator[Any]:
     ],
 )
 def test_a_template_that_fails_for_every_message_is_refused(with_template: Any, template: str, words: str) -> None:
-    from kvferry.engine.vllm.rendering.template_check import check_template
+    from kvferry.engine.vllm.rendering.chat_template import check_template
 
     with_template.chat_template = template
     file = Path("/etc/templates/chat.jinja")
@@ -70,7 +70,7 @@ def test_a_template_that_fails_for_every_message_is_refused(with_template: Any, 
     ],
 )
 def test_a_template_may_refuse_some_messages(with_template: Any, template: str) -> None:
-    from kvferry.engine.vllm.rendering.template_check import check_template
+    from kvferry.engine.vllm.rendering.chat_template import check_template
 
     with_template.chat_template = template
     check_template(with_template, ModelConfig(), LIMITS)
@@ -80,7 +80,7 @@ def test_a_template_may_refuse_some_messages(with_template: Any, template: str) 
 def test_a_template_that_refuses_ordinary_messages_by_itself_is_told_of(
     with_template: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvferry.engine.vllm.rendering.template_check import check_template
+    from kvferry.engine.vllm.rendering.chat_template import check_template
 
     with_template.chat_template = "{{ raise_exception(" + reason + ") }}{{ messages }}"
     check_template(with_template, ModelConfig(chat_template=Path("/etc/chat.jinja")), LIMITS)
@@ -91,7 +91,7 @@ def test_a_template_that_refuses_ordinary_messages_by_itself_is_told_of(
 
 
 def test_the_check_takes_less_than_a_third_of_a_second_of_cpu_time(online: Any) -> None:
-    from kvferry.engine.vllm.rendering.template_check import check_template
+    from kvferry.engine.vllm.rendering.chat_template import check_template
 
     took_s = []
     for _ in range(3):
@@ -102,7 +102,7 @@ def test_the_check_takes_less_than_a_third_of_a_second_of_cpu_time(online: Any) 
 
 
 def test_a_model_without_a_template_starts(with_template: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.engine.vllm.rendering.template_check import check_template
+    from kvferry.engine.vllm.rendering.chat_template import check_template
 
     monkeypatch.setattr(with_template.renderer.tokenizer, "chat_template", None)
     check_template(with_template, ModelConfig(), LIMITS)

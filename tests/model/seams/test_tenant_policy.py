@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from kvferry.engine.base import TierHints
-from kvferry.tenancy import known_terms
+from kvferry.tenancy import terms
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.terms import EngineTerms, TierTerms
 
@@ -205,7 +205,7 @@ def test_chunks_of_an_ended_session_go_before_older_ones_but_not_a_shared_prompt
 
 
 def test_terms_change_with_the_next_request_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_terms, "MAX_KNOWN", 4)
+    monkeypatch.setattr(terms, "MAX_KNOWN", 4)
     tier = Tier()
     tier.store(range(10), ACME)
     tier.store(range(10, 11), hints_of("acme", TierTerms(floor=0.0)))

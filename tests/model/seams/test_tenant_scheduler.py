@@ -15,10 +15,9 @@ from msgspec import structs
 
 from kvferry.engine.base import NewFloors, TierHints
 from kvferry.engine.vllm.start.arguments import ADAPTER_SCHEDULER, TENANT_SCHEDULER
-from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.pages.pool_pages import PoolPages
-from kvferry.tenancy.terms import EngineTerms, TierTerms
+from kvferry.tenancy.terms import EngineTerms, TierContract, TierTerms
 
 from .support import parameters
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from kvferry import config as configuration
 from kvferry.config import MAX_ADAPTERS
 from kvferry.errors import ModelNotFound, NoDecodeWorker
-from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.identity.tenants import Tenant
-from kvferry.gateway.models import Models
+from kvferry.gateway.models import AdapterNames, Models
 from kvferry.link.identity.protocol import Identity
 from kvferry_sim import SimRenderer
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvferry import config as configuration
 from kvferry.errors import NoDecodeWorker
 from kvferry.gateway.identity.tenants import Tenant
-from kvferry.gateway.model_names import ModelNames
+from kvferry.gateway.models import ModelNames
 
 NAMES = ["m", "x", "y", "z"]
 POOLS = ["a", "b", "c", "gone"]

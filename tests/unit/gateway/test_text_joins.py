@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.gateway.bodies.text_joins import join_in_steps
+from kvferry.gateway.bodies.long_texts import join_in_steps
 
 CHARACTERS = ["a", "\x7f", "\x80", "é", "ÿ", "\u0100", "漢", "\ud83d", "\uffff", "\U00010000", "😀", "\U0010ffff"]
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.errors import TierError
 from kvferry.keeper.remote.chunk_lender import MAX_KEYS, ChunkLender
-from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.breaker import Cause
 from kvferry.store.chunk_file import HEADER_BYTES
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.outcome import Outcome

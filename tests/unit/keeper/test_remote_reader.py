@@ -12,7 +12,7 @@ import pytest
 from kvferry.keeper.mapped_region import MappedRegion
 from kvferry.keeper.remote.nixl_agent import Read
 from kvferry.keeper.remote.remote_reader import RemoteReader
-from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.breaker import Cause
 from kvferry.store import chunk_file
 from kvferry.wire.v1 import keeper_pb2 as pb
 from kvferry.wire.v1 import keeper_pb2_grpc

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.config import TierConfig
 from kvferry.errors import TierError
-from kvferry.keeper.socket_path import make_private, socket_path
+from kvferry.keeper.unix_socket import make_private, socket_path
 
 
 def test_what_is_configured_comes_first(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from kvferry.errors import TierError
 from kvferry.keeper.volumes import volume_io
-from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.breaker import Cause
 from kvferry.keeper.volumes.io_threads import Kind, Operation
 from kvferry.keeper.volumes.volume_io import VolumeIo
 from kvferry.store.outcome import Outcome

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.config import ClusterConfig
 from kvferry.keeper import lifecycle, volume_tenants
-from kvferry.keeper.volumes import failure_cause
+from kvferry.keeper.volumes import breaker
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.store import fsck
 from kvferry.store.chunk_file import chunk_file_bytes
@@ -60,7 +60,7 @@ async def test_a_deleted_tenants_chunks_go_and_it_can_store_no_more(tmp_path: Pa
             await until(lambda: tenants_of(tmp_path) == ["beta"] * 2)
             await a.misses(range(3))
             refused = await a.store(range(5, 7), ACME)
-            assert list(refused.failed.values()) == [failure_cause.Cause.EPOCH_OVER] * 2
+            assert list(refused.failed.values()) == [breaker.Cause.EPOCH_OVER] * 2
             refused = await a.load(range(3, 5), namespace=ACME)
             assert not refused.succeeded
             assert len((await a.store(range(5, 7), Namespace("acme", record.epoch))).succeeded) == 2

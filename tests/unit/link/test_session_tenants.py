@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from kvferry.engine.base import EngineRequest, RequestId, Sampling, Turn
-from kvferry.link import session_tenants, tenant_meter
-from kvferry.link.session_tenants import SessionTenants
-from kvferry.link.tenant_meter import TenantMeter
+from kvferry.link import tenants
+from kvferry.link.tenants import SessionTenants, TenantMeter
 from kvferry.wire.v1 import worker_pb2 as pb
 
 
@@ -66,7 +65,7 @@ def test_every_busy_tenant_has_its_turn_in_reports() -> None:
     heard: set[str] = set()
     for report in range(4):
         part = told(session, float(report + 1), **dict.fromkeys(names, 10.0 * report + 1.0))
-        assert len(part) == session_tenants.MAX_SERVED
+        assert len(part) == tenants.MAX_SERVED
         heard |= part.keys()
     assert heard == set(names)
 
@@ -74,11 +73,11 @@ def test_every_busy_tenant_has_its_turn_in_reports() -> None:
 def test_a_meter_forgets_idle_tenants_first() -> None:
     meter = TenantMeter()
     meter.begin("busy", 5, is_resumed=False)
-    for number in range(tenant_meter.MAX_TENANTS + 50):
+    for number in range(tenants.MAX_TENANTS + 50):
         meter.begin(f"t{number}", 1, is_resumed=False)
         meter.end(f"t{number}", 1)
-    assert len(meter) == tenant_meter.MAX_TENANTS
+    assert len(meter) == tenants.MAX_TENANTS
     assert meter.of("busy").num_running == 1
     meter.end("busy", 2)
     session = session_of(meter)
-    assert len(told(session, 1.0)) == session_tenants.MAX_SERVED
+    assert len(told(session, 1.0)) == tenants.MAX_SERVED

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Snapshot
+from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, RetryPolicy, Snapshot
 from kvferry.membership.etcd_link import EtcdLink
 from kvferry.membership.etcd_records import Listing, MemberView, decode_record, record_key
-from kvferry.membership.retry import RetryPolicy
 
 PREFIX = "/kvferry"
 

@@ -414,9 +414,9 @@ def test_parameters_of_a_folder_are_counted(config: dict[str, Any], total: int, 
 def test_parameters_that_cannot_be_counted_are_asked_for_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvferry_plan.commands import parameter_count
+    from kvferry_plan.commands import inputs
 
-    monkeypatch.setattr(parameter_count, "count", lambda *_: None)
+    monkeypatch.setattr(inputs, "count", lambda *_: None)
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     said = refused(str(tmp_path))
     assert "give --parameters (such as 70.6e9), and --active-parameters" in said
@@ -425,7 +425,7 @@ def test_parameters_that_cannot_be_counted_are_asked_for_at_once(
 
 
 def test_a_config_that_transformers_does_not_take_is_not_counted(tmp_path: Path) -> None:
-    from kvferry_plan.commands.parameter_count import count
+    from kvferry_plan.commands.inputs import count
     from kvferry_plan.model_catalogue import geometry_of
 
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))

@@ -339,7 +339,7 @@ def test_a_recorded_use_is_no_use(opened: Opened) -> None:
 
 
 def test_uses_that_wait_to_be_recorded_have_a_limit(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.store.index.recent_uses.MAX_USES", 2)
+    monkeypatch.setattr("kvferry.store.index.chunk_table.MAX_USES", 2)
     local = opened("local", shared=False)
     put(local, 1, 2, 3)
     for number in (1, 2, 3, 1):

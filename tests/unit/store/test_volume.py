@@ -21,8 +21,8 @@ from kvferry.store.index.eviction import TenantRetention
 from kvferry.store.keyring import SecretsKeyring
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.volume import Outcome, Volume
-from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import Namespace
+from kvferry.tenancy.terms import TierContract
 from support.tier_chunks import (
     CHUNK_BYTES,
     LARGER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.tenancy.contract import TierContract, TierSettings, check_floors
+from kvferry.tenancy.terms import TierContract, TierSettings, check_sum_of_floors
 
 
 def test_the_cap_is_half_of_the_tier_unless_set() -> None:
@@ -46,6 +46,6 @@ def test_impossible_settings_are_refused(fields: dict[str, float], message: str)
 
 
 def test_floors_may_fill_the_tier_and_no_more() -> None:
-    check_floors({"a": 60, "b": 40}, 100)
+    check_sum_of_floors({"a": 60, "b": 40}, 100)
     with pytest.raises(ValueError, match=r"floors sum to 101, but the capacity is 100: a 60, b 41$"):
-        check_floors({"b": 41, "a": 60, "none": 0}, 100)
+        check_sum_of_floors({"b": 41, "a": 60, "none": 0}, 100)

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from kvferry.tenancy.contract import TierContract, TierSettings
 from kvferry.tenancy.pages.hinted_pages import HintedPages, Place, first_private
 from kvferry.tenancy.pages.outcome import Cause, Stored
 from kvferry.tenancy.pages.page import Page
 from kvferry.tenancy.pages.retention import Retention
+from kvferry.tenancy.terms import TierContract, TierSettings
 
 CAPACITY = 40
 CONTRACTS = {

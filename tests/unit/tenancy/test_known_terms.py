@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.tenancy import known_terms
-from kvferry.tenancy.known_terms import KnownTerms
-from kvferry.tenancy.terms import CPU_TIER, TierTerms
+from kvferry.tenancy import terms
+from kvferry.tenancy.terms import CPU_TIER, KnownTerms, TierTerms
 
 
 def test_contracts_are_returned_where_terms_change() -> None:
@@ -60,7 +59,7 @@ def test_floors_that_do_not_fit_together_are_scaled() -> None:
 
 
 def test_tenants_that_were_not_seen_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_terms, "MAX_KNOWN", 3)
+    monkeypatch.setattr(terms, "MAX_KNOWN", 3)
     known = KnownTerms(CPU_TIER, 100)
     for name in "abcad":
         known.learn(name, TierTerms())

@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 
-from kvferry.tenancy.contract import TierContract, TierSettings
 from kvferry.tenancy.pages import pool_pages
 from kvferry.tenancy.pages.hinted_pages import HintedPages
 from kvferry.tenancy.pages.outcome import Cause, Refusal
 from kvferry.tenancy.pages.page import Page
 from kvferry.tenancy.pages.pool_pages import PoolPages
 from kvferry.tenancy.pages.retention import Retention
+from kvferry.tenancy.terms import TierContract, TierSettings
 
 
 def pool_of(capacity: int, **contracts: TierContract) -> PoolPages:

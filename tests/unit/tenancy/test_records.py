@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.tenancy import records, salts
-from kvferry.tenancy.namespace import MAX_EPOCH, Namespace
+from kvferry.tenancy import records
+from kvferry.tenancy.namespace import MAX_EPOCH, Namespace, make_salt
 from kvferry.tenancy.records import (
     KEY_PREFIX,
     MAX_KEYS,
@@ -105,7 +105,7 @@ def test_keys_are_random_and_only_their_hash_is_needed() -> None:
 def test_salts_differ_in_every_part_and_with_the_secret() -> None:
     names, epochs, groups, clients = ("a", "ab", "a-b"), (0, 1, 11), ("", "b", "b.1"), (None, "", "b", "\0", "\ud800")
     made = [
-        salts.salt(secret, Namespace(name, epoch), group, client)
+        make_salt(secret, Namespace(name, epoch), group, client)
         for secret in (SECRET, SECRET[::-1])
         for name, epoch, group, client in itertools.product(names, epochs, groups, clients)
     ]
@@ -115,13 +115,13 @@ def test_salts_differ_in_every_part_and_with_the_secret() -> None:
 
 @given(st.lists(st.tuples(st.text(max_size=8), st.text(max_size=8)), min_size=2, max_size=2, unique=True))
 def test_parts_never_run_into_each_other(pairs: list[tuple[str, str]]) -> None:
-    first, second = (salts.salt(SECRET, Namespace("a"), group, client) for group, client in pairs)
+    first, second = (make_salt(SECRET, Namespace("a"), group, client) for group, client in pairs)
     assert first != second
 
 
 def test_a_short_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 32"):
-        salts.salt(SECRET[:31], Namespace("a"))
+        make_salt(SECRET[:31], Namespace("a"))
 
 
 def test_a_pool_that_could_be_called_default_is_still_read() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.tenancy.contract import TierContract, TierSettings
-from kvferry.tenancy.pages import tenant_counts
+from kvferry.tenancy.pages import usage_report
 from kvferry.tenancy.pages.outcome import OTHER, Cause, Refusal, Stored
 from kvferry.tenancy.pages.page import Page
 from kvferry.tenancy.pages.retention import Retention
+from kvferry.tenancy.terms import TierContract, TierSettings
 
 
 class Tier:
@@ -369,7 +369,7 @@ def test_a_tier_counts_for_whom_pages_of_others_went() -> None:
 
 
 def test_no_count_of_a_tier_falls_when_other_tenants_get_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenant_counts, "MAX_COUNTED", 2)
+    monkeypatch.setattr(usage_report, "MAX_COUNTED", 2)
     tier = Tier(2, m=TierContract(cap=2), y=TierContract(cap=2))
     before: dict[str, int] = {}
 

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from bench.results import BenchFailed
 from bench.retention import AuditedTier, audit
-from kvferry.tenancy.contract import TierContract, TierSettings
 from kvferry.tenancy.pages.outcome import Cause, Refusal
 from kvferry.tenancy.pages.page import Page
 from kvferry.tenancy.pages.retention import Retention
+from kvferry.tenancy.terms import TierContract, TierSettings
 
 NUM_OPERATIONS = int(os.environ.get("KVFERRY_RETENTION_OPERATIONS", "100000"))
 CAPACITY = 8

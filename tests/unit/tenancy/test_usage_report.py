@@ -8,12 +8,11 @@ from collections import Counter
 import msgspec
 import pytest
 
-from kvferry.tenancy.contract import TierContract
-from kvferry.tenancy.pages import tenant_counts
+from kvferry.tenancy.pages import usage_report
 from kvferry.tenancy.pages.outcome import OTHER, Cause, Refusal, TenantUsage
 from kvferry.tenancy.pages.pool_pages import PoolPages
-from kvferry.tenancy.pages.tenant_counts import MAX_COUNTED, TenantCounts
-from kvferry.tenancy.pages.usage_report import Holding, Row, UsageReport, usages_of
+from kvferry.tenancy.pages.usage_report import MAX_COUNTED, Holding, Row, TenantCounts, UsageReport, usages_of
+from kvferry.tenancy.terms import TierContract
 
 
 def counts_of(*names: str) -> TenantCounts:
@@ -72,7 +71,7 @@ def test_a_tenant_that_gets_a_name_leaves_the_others() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_reports_of_changes_add_up_to_the_pool(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random work of named, unnamed and unknown tenants in a pool, whose contracts come late and go again."""
-    monkeypatch.setattr(tenant_counts, "MAX_COUNTED", 3)
+    monkeypatch.setattr(usage_report, "MAX_COUNTED", 3)
     chance, now_s = random.Random(seed), 0.0
     pool = PoolPages(40, 40)
     pool.put_blank(range(40))

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from kvferry.config import AdapterConfig, AdaptersConfig
 from kvferry.errors import ConfigError
 from kvferry.model_folder import TOKENIZER_FILES, from_hub
-from kvferry.util.regular_file import open_regular
+from kvferry.util.files import open_regular
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

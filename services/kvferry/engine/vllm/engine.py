@@ -62,9 +62,8 @@ from kvferry.engine.vllm.start.arguments import (
 )
 from kvferry.engine.vllm.start.draft_model import DraftModel
 from kvferry.engine.vllm.start.engine_folder import EngineFolder
-from kvferry.engine.vllm.start.rope_overrides import check_rope_theta
-from kvferry.engine.vllm.start.weight_loading import check_load_format
-from kvferry.engine.vllm.start.weights import weights_revision
+from kvferry.engine.vllm.start.start_checks import check_rope_theta
+from kvferry.engine.vllm.start.weights import check_load_format, weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, UnsupportedEngine
 from kvferry.model_folder import cache_folder
 from kvferry.pages.geometry.kv_dtypes import kv_dtype

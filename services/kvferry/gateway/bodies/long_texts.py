@@ -1,22 +1,56 @@
 """Decoding of JSON with long texts, in short steps."""
 
-# A JSON decoder keeps the interpreter until its end: for 8 MiB up to 20 ms. Here, the middles of long texts are cut out
-# of the JSON, which is decoded with marks in their places, and decoded in pieces. A piece that cannot be decoded stays
-# in the JSON, so that the decoder meets the same first fault as in the whole; only its place is then corrected.
-
 from __future__ import annotations
 
+import ctypes
 import itertools
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from kvferry.gateway.bodies.json_slices import slices
-from kvferry.gateway.bodies.text_joins import join_in_steps
+from kvferry.gateway.bodies.json_values import slices
+
+JOIN_AT_ONCE_CHARS = 256 << 10
+
+_address, _size, _char = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_uint32
+_new_text = ctypes.PYFUNCTYPE(_address, _size, _char)(("PyUnicode_New", ctypes.pythonapi))
+_copy = ctypes.PYFUNCTYPE(_size, _address, _size, ctypes.py_object, _size, _size)(
+    ("PyUnicode_CopyCharacters", ctypes.pythonapi)
+)
+_release = ctypes.PYFUNCTYPE(None, _address)(("Py_DecRef", ctypes.pythonapi))
+
+_LARGEST_CHARACTERS = (0x7F, 0xFF, 0xFFFF, 0x10FFFF)  # of Python's four kinds of texts
+
+
+def join_in_steps(pieces: Sequence[str], *, at_once_chars: int = JOIN_AT_ONCE_CHARS) -> str:
+    num_chars = sum(map(len, pieces))
+    if num_chars <= at_once_chars:
+        return "".join(pieces)
+    kinds = _LARGEST_CHARACTERS[:1] if all(map(str.isascii, pieces)) else _LARGEST_CHARACTERS[1:]
+    for largest in kinds[:-1]:
+        try:
+            return _joined(pieces, num_chars, largest)
+        except SystemError:
+            continue  # a piece has wider characters
+    return _joined(pieces, num_chars, kinds[-1])
+
+
+def _joined(pieces: Sequence[str], num_chars: int, largest: int) -> str:
+    """Raises SystemError for a character over `largest`, the narrowest kind's that has all others."""
+    address = _new_text(num_chars, largest)
+    try:
+        position = 0
+        for piece in pieces:
+            position += _copy(address, position, piece, 0, len(piece))
+        text: str = ctypes.cast(address, ctypes.py_object).value
+        return text
+    finally:
+        _release(address)
+
 
 LONG_BYTES = 512 << 10  # shorter JSON is decoded at once
 # Two to three of each long text stay in the JSON, and with them all texts of less than 4 KiB: 8 MiB of these take 8 ms.

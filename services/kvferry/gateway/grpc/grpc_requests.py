@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from kvferry.engine.base import Asker, EngineOutput, Renderer, TokenLogprob, ToolCallDelta
 from kvferry.errors import RequestError
-from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.bodies.grpc_bodies import in_fields, read_generate, read_tokenize
 from kvferry.gateway.bodies.json_values import MAX_VALUES
@@ -22,7 +21,7 @@ from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.generation import Gathered, Generation, asker_of, refuse_abort
 from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.models import Models
+from kvferry.gateway.models import AdapterNames, Models
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.inference.v1 import inference_pb2 as pb

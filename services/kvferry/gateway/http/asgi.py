@@ -25,7 +25,6 @@ from kvferry.errors import (
     RouteNotFound,
     Unauthenticated,
 )
-from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Admission, Claim, CountedRequest, Readiness
 from kvferry.gateway.bodies.large_bodies import join
 from kvferry.gateway.http.browser_requests import require_json, require_local_page
@@ -38,7 +37,7 @@ from kvferry.gateway.http.uvicorn_connection import Exchange, drop_exchange, exc
 from kvferry.gateway.identity.access import Access
 from kvferry.gateway.identity.tenants import DEFAULT_TENANT, Tenant
 from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.models import Models
+from kvferry.gateway.models import AdapterNames, Models
 from kvferry.gateway.record_views import for_tenant
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
 from kvferry.gateway.unread_answers import Connection, UnreadAnswers

@@ -15,7 +15,6 @@ from msgspec import structs
 from kvferry.config import is_of_entry
 from kvferry.engine.base import EngineOutput, RenderedPrompt
 from kvferry.errors import EngineError, KvferryError
-from kvferry.gateway.adapter_names import AdapterNames
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.bodies.chat_images import ChatImages, image_parts
 from kvferry.gateway.bodies.json_values import MAX_VALUES, check_num_values
@@ -36,7 +35,7 @@ from kvferry.gateway.http.openai_responses import DONE, ChatFormat, CompletionFo
 from kvferry.gateway.http.stream_writer import StreamWriter
 from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.models import Models, Route
+from kvferry.gateway.models import AdapterNames, Models, Route
 from kvferry.gateway.record_views import explained, for_tenant
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.token_timeouts import TokenTimeouts

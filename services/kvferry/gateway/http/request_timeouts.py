@@ -6,7 +6,7 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-from kvferry.gateway.own_cancel import OwnCancel
+from kvferry.gateway.token_timeouts import OwnCancel
 
 
 class RequestTimeouts:

@@ -11,7 +11,7 @@ from kvferry.gateway.identity.jwt_tokens import JwtTokens, looks_like_jwt
 from kvferry.gateway.identity.key_file import KeyFile
 from kvferry.gateway.identity.tenant_directory import TenantDirectory
 from kvferry.gateway.identity.tenants import DEFAULT_TENANT, Tenant, Tenants
-from kvferry.tenancy.names import check_claimed_name, check_name
+from kvferry.tenancy.namespace import check_claimed_name, check_name
 from kvferry.tenancy.records import KEY_PREFIX, TenantRecord
 from kvferry.util.addresses import is_loopback
 

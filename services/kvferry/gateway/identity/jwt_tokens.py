@@ -16,7 +16,7 @@ import jwt
 
 from kvferry.config import JwtConfig
 from kvferry.errors import ConfigError, Unauthenticated
-from kvferry.util.file_signature import FileSignature, file_signature
+from kvferry.util.files import FileSignature, file_signature
 
 log = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from kvferry.config import check_pool_name
 from kvferry.errors import ConfigError
-from kvferry.tenancy.names import check_name
+from kvferry.tenancy.namespace import check_name
 from kvferry.tenancy.records import KeyRecord, make_key
 from kvferry.util import plain_yaml
-from kvferry.util.file_signature import FileSignature, file_signature
+from kvferry.util.files import FileSignature, file_signature
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from typing import Final, NoReturn
 from kvferry.engine.base import CacheSalt, TenantName, TierHints, Turn
 from kvferry.errors import ConfigError, KvferryError, NotReady
 from kvferry.membership.base import RecordStore
-from kvferry.tenancy import salts
-from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
+from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, MIN_SECRET_BYTES, Namespace, make_salt
 from kvferry.tenancy.terms import EngineTerms
 
 log = logging.getLogger(__name__)
@@ -25,7 +24,7 @@ RETRY_S: Final = 1.0
 SECRET_CHECK_S: Final = 30.0
 _NUM_KEPT: Final = 4096  # tenants whose salts are kept
 # Where every client is the same tenant: there is no other one to guess.
-_OPEN_SECRET: Final = bytes(salts.MIN_SECRET_BYTES)
+_OPEN_SECRET: Final = bytes(MIN_SECRET_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Tenant:
     def __post_init__(self) -> None:
         namespace = Namespace(self.name, self.epoch)
         is_default = namespace == DEFAULT_NAMESPACE and not self.group
-        salt = "" if is_default else salts.salt(self.secret, namespace, self.group)
+        salt = "" if is_default else make_salt(self.secret, namespace, self.group)
         object.__setattr__(self, "cache_salt", salt)
         has_turn = self.has_turn or self.name != DEFAULT_NAMESPACE.tenant
         object.__setattr__(self, "turn", Turn(self.name, self.share) if has_turn else None)
@@ -60,7 +59,7 @@ class Tenant:
 
     def salt_of(self, client_salt: str) -> CacheSalt:
         """Return the salt of requests for which a client names one."""
-        return CacheSalt(salts.salt(self.secret, Namespace(self.name, self.epoch), self.group, client_salt))
+        return CacheSalt(make_salt(self.secret, Namespace(self.name, self.epoch), self.group, client_salt))
 
 
 # The tenant of every request where no authentication is configured.
@@ -107,9 +106,9 @@ def read_secret(file: Path) -> bytes:
         secret = file.read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"gateway.salt_secret_file: {file}: {error.strerror}") from None
-    if len(secret) < salts.MIN_SECRET_BYTES:
+    if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
-            f"gateway.salt_secret_file: {file}: {len(secret)} bytes; at least {salts.MIN_SECRET_BYTES} are needed"
+            f"gateway.salt_secret_file: {file}: {len(secret)} bytes; at least {MIN_SECRET_BYTES} are needed"
         )
     return secret
 
@@ -119,7 +118,7 @@ async def shared_secret(records: RecordStore, on_wait: Callable[[], None] = lamb
     while True:
         try:
             found = await records.read(SECRET_RECORD)
-            if found is not None and len(found.value) >= salts.MIN_SECRET_BYTES:
+            if found is not None and len(found.value) >= MIN_SECRET_BYTES:
                 return found.value
             if found is not None:
                 log.error("the record %s has %d bytes and is made anew", SECRET_RECORD, len(found.value))

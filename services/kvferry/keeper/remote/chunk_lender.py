@@ -15,7 +15,7 @@ from kvferry.errors import TierError
 from kvferry.keeper.messages import ProtocolError, unpack_chunk_keys
 from kvferry.keeper.remote.nixl_agent import NixlAgent
 from kvferry.keeper.remote.staging import Staging
-from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.breaker import Cause
 from kvferry.store.chunk_file import HEADER_BYTES
 from kvferry.store.layout import CHUNK_KEY_BYTES, LAYOUT_DIGEST_BYTES, ChunkId, ChunkKey, LayoutDigest
 from kvferry.store.outcome import Outcome

@@ -21,8 +21,7 @@ from kvferry.errors import TierError
 from kvferry.keeper.mapped_region import MappedRegion
 from kvferry.keeper.messages import pack_chunk_keys
 from kvferry.keeper.remote.nixl_agent import NixlAgent, Read
-from kvferry.keeper.volumes.breaker import Breaker
-from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.breaker import Breaker, Cause
 from kvferry.observability.tracing import TraceContext
 from kvferry.store import chunk_file
 from kvferry.store.chunk_file import HEADER_BYTES, Keyring

@@ -1,8 +1,56 @@
-"""Circuit breaker and write budget of a volume. Pure."""
+"""What stops a volume: its circuit breaker and its write budget; causes of failures that it has no part in. Pure."""
 
 from __future__ import annotations
 
 import enum
+
+
+class Cause(enum.StrEnum):
+    """Metric labels, beside those of Outcome."""
+
+    TIMEOUT = "timeout"  # waited or ran for longer than the deadline
+    UNAVAILABLE = "unavailable"  # the volume's breaker is open, or the volume is unknown
+    QUEUE_FULL = "queue_full"
+    BUDGET = "budget"
+    ENGINE_GONE = "engine_gone"
+    EPOCH_OVER = "epoch_over"  # the tenant was deleted, or its pages were reset
+    FAULT = "fault"  # a bug of ours, with a traceback in the log
+
+
+class WriteBudget:
+    """Bytes per day, as a token bucket of an hour's share.
+
+    In any period, writes exceed the period's share by at most an hour's share and one chunk.
+    """
+
+    DAY_S = 86_400.0
+    BURST_S = 3_600.0
+
+    def __init__(self, bytes_per_day: float | None, now_s: float) -> None:
+        """None: no limit."""
+        self._bytes_per_s = None if bytes_per_day is None else bytes_per_day / self.DAY_S
+        self._level = 0.0 if self._bytes_per_s is None else self._bytes_per_s * self.BURST_S
+        self._at_s = now_s
+
+    def __repr__(self) -> str:
+        return "<WriteBudget without limit>" if self._bytes_per_s is None else f"<WriteBudget {self._level:.0f} bytes>"
+
+    def allows(self, now_s: float) -> bool:
+        """Return whether a chunk may be written. It may overdraw the budget: it may be larger than an hour's share."""
+        if self._bytes_per_s is None:
+            return True
+        self._level = min(
+            self._level + (now_s - self._at_s) * self._bytes_per_s, max(self._level, self._bytes_per_s * self.BURST_S)
+        )
+        self._at_s = now_s
+        return self._level > 0
+
+    def spend(self, num_bytes: int) -> None:
+        if self._bytes_per_s is not None:
+            self._level -= num_bytes
+
+    def refund(self, num_bytes: int) -> None:
+        self.spend(-num_bytes)
 
 
 class BreakerState(enum.StrEnum):

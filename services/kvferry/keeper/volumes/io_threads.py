@@ -14,8 +14,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from kvferry.keeper.volumes.failure_cause import Cause
-from kvferry.keeper.volumes.read_rate import ReadRate
+from kvferry.keeper.volumes.breaker import Cause
+from kvferry.keeper.volumes.volume_state import ReadRate
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,9 @@ from dataclasses import dataclass
 
 from kvferry.config import TierConfig, VolumeConfig
 from kvferry.errors import TierError
-from kvferry.keeper.volumes.breaker import Breaker, BreakerState
-from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.breaker import Breaker, BreakerState, Cause, WriteBudget
 from kvferry.keeper.volumes.io_threads import IoThreads, Kind, Operation
-from kvferry.keeper.volumes.read_rate import ReadRate
-from kvferry.keeper.volumes.volume_state import VolumeState
-from kvferry.keeper.volumes.write_budget import WriteBudget
+from kvferry.keeper.volumes.volume_state import ReadRate, VolumeState
 from kvferry.store import folder
 from kvferry.store.direct_io import aligned_buffer
 from kvferry.store.layout import ChunkId, ChunkLayout, LayoutDigest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvferry.errors import TierError
-from kvferry.keeper.volumes.failure_cause import Cause
+from kvferry.keeper.volumes.breaker import Cause
 from kvferry.keeper.volumes.volume_io import VolumeIo
 from kvferry.store import paths
 from kvferry.store.layout import ChunkKey, LayoutDigest

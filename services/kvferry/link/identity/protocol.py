@@ -1,15 +1,13 @@
 """What the two ends of a link compare before requests pass: protocol, cluster and model. Pure."""
 
-# Releases may differ while a cluster is upgraded. Ends of one cluster and model use the highest version of the protocol
-# that both speak; an end skips messages of a kind that it does not know, and sends those of a feature only to an end
-# that names it. Version 1 is the release before there were versions: it says nothing, and knows no feature.
-
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvferry.config import MAX_ADAPTERS, is_of_entry
+from kvferry.membership.base import MemberId
 from kvferry.wire.v1 import worker_pb2 as pb
 
 OLDEST_VERSION = 1
@@ -121,3 +119,34 @@ def why_incompatible(own: Identity, peer: Identity) -> str:
             return f"its {name} is {theirs[:200]!r}, and here it is {ours!r}"
     theirs, ours = (end.model.overrides or "none" for end in (peer, own))
     return "" if theirs == ours else f"its model.hf_overrides is {theirs[:400]}, and here it is {ours}"
+
+
+class GatewayIdentity:
+    """Without weights of its own, a gateway has those of the first linked worker, until all with them have left."""
+
+    # So an answer goes on with the weights that began it.
+
+    def __init__(self, own: Identity | None = None) -> None:
+        self._own = own or Identity()
+        self._worker_to_weights: dict[MemberId, str] = {}  # all equal
+
+    def __repr__(self) -> str:
+        return f"<GatewayIdentity {self.current().model} of {sorted(self._worker_to_weights)}>"
+
+    def current(self) -> Identity:
+        if self._own.model.weights or not self._worker_to_weights:
+            return self._own
+        weights = next(iter(self._worker_to_weights.values()))
+        return dataclasses.replace(self._own, model=dataclasses.replace(self._own.model, weights=weights))
+
+    def linked(self, worker_id: MemberId, worker: Identity) -> None:
+        """`worker` is compatible with `current`."""
+        if worker.model.weights:
+            self._worker_to_weights[worker_id] = worker.model.weights
+
+    def left(self, worker_id: MemberId) -> None:
+        # Of the cluster: a worker that is only disconnected may come back.
+        self._worker_to_weights.pop(worker_id, None)
+
+    def check(self) -> None:
+        assert len(set(self._worker_to_weights.values())) <= 1, self

@@ -11,16 +11,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.store.index.change_log import Change, ChangeLog
-from kvferry.store.index.chunk_table import ChunkTable, IndexEntry
+from kvferry.store.index.chunk_table import ChunkTable, IndexEntry, RecentUses
 from kvferry.store.index.eviction import EvictableChunk, EvictionPolicy
 from kvferry.store.index.leftovers import Leftovers
-from kvferry.store.index.recent_uses import RecentUses
 from kvferry.store.index.space_ledger import File, SpaceLedger
 from kvferry.store.layout import ChunkId, ChunkKey, LayoutDigest
 from kvferry.store.outcome import Outcome
-from kvferry.tenancy.contract import TierContract
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
 from kvferry.tenancy.pages.outcome import TenantUsage
+from kvferry.tenancy.terms import TierContract
 
 
 @dataclass(slots=True)

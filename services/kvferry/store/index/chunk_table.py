@@ -1,4 +1,4 @@
-"""The table of a volume's chunks. No I/O."""
+"""The table of a volume's chunks, and of their uses that are not recorded yet. No I/O."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Generic, TypeVar
 
 from kvferry.store import paths
+from kvferry.store.index.eviction import EvictableChunk
 from kvferry.store.index.space_ledger import File
 from kvferry.store.layout import ChunkId, ChunkKey, LayoutDigest
 from kvferry.tenancy.namespace import Namespace
@@ -85,3 +87,32 @@ class ChunkTable:
     def _remove(self, entry: IndexEntry) -> None:
         del self._layout_to_chunks[entry.layout][entry.chunk.key]
         self._num_chunks -= 1
+
+
+_Chunk = TypeVar("_Chunk", bound=EvictableChunk)
+
+MAX_USES = 65_536  # of the last ones
+
+
+class RecentUses(Generic[_Chunk]):
+    """Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[_Chunk, None] = {}
+
+    def __repr__(self) -> str:
+        return f"<RecentUses of {len(self._chunks)} chunks>"
+
+    def note(self, chunk: _Chunk) -> None:
+        self._chunks.pop(chunk, None)
+        self._chunks[chunk] = None
+        if len(self._chunks) > MAX_USES:
+            del self._chunks[next(iter(self._chunks))]
+
+    def discard(self, chunk: _Chunk) -> None:
+        self._chunks.pop(chunk, None)
+
+    def take(self) -> list[_Chunk]:
+        """Return the chunks since the last call, least recently used first."""
+        chunks, self._chunks = self._chunks, {}
+        return list(chunks)

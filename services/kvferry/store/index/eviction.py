@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from kvferry.store.layout import ChunkId, LayoutDigest
-from kvferry.tenancy.contract import TierContract, TierSettings
 from kvferry.tenancy.pages.outcome import Refusal, TenantUsage, Victim
 from kvferry.tenancy.pages.page import Page
 from kvferry.tenancy.pages.retention import Retention
+from kvferry.tenancy.terms import TierContract, TierSettings
 
 # Of evicted chunks of a tenant, for each that it has; 160 bytes each.
 GHOSTS_PER_CHUNK = 2

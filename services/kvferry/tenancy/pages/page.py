@@ -1,7 +1,8 @@
-"""Pages of a tier, and lists of them."""
+"""Pages of a tier, lists of them, and reuse counts of evicted ones."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 
 MAX_REUSES = 4  # that count in the order of pages
@@ -67,3 +68,29 @@ class PageList:
     def _insert(self, page: Page, previous: Page, following: Page) -> None:
         page.previous, page.next = previous, following
         previous.next = following.previous = page
+
+
+class GhostHistory:
+    """Keys of evicted pages with their reuses, first in, first out."""
+
+    __slots__ = ("_key_to_reuses",)
+
+    def __init__(self) -> None:
+        self._key_to_reuses: OrderedDict[Hashable, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._key_to_reuses)
+
+    def add(self, key: Hashable, reuses: int) -> None:
+        self._key_to_reuses[key] = reuses
+        self._key_to_reuses.move_to_end(key)
+
+    def reuses_of(self, key: Hashable) -> int | None:
+        return self._key_to_reuses.get(key)
+
+    def forget(self, key: Hashable) -> None:
+        self._key_to_reuses.pop(key, None)
+
+    def trim(self, max_ghosts: int) -> None:
+        while len(self._key_to_reuses) > max_ghosts:
+            self._key_to_reuses.popitem(last=False)

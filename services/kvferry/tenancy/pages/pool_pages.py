@@ -10,13 +10,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from kvferry.tenancy.contract import TierContract, check_floors
 from kvferry.tenancy.keyed_heap import KeyedHeap
 from kvferry.tenancy.pages.hinted_pages import NEVER, HintedPages, Place, first_private
 from kvferry.tenancy.pages.outcome import Cause
 from kvferry.tenancy.pages.page import MAX_COUNTED_REUSES, MAX_REUSES
-from kvferry.tenancy.pages.tenant_counts import Counts, TenantCounts
-from kvferry.tenancy.pages.usage_report import Holding
+from kvferry.tenancy.pages.usage_report import Counts, Holding, TenantCounts
+from kvferry.tenancy.terms import TierContract, check_sum_of_floors
 
 _DEFAULT = TierContract()
 _ENDS_PER_CALL = 64  # as `Retention`
@@ -124,7 +123,7 @@ class PoolPages:
 
     def configure(self, contracts: Mapping[str, TierContract]) -> None:
         """Replace all contracts. Raises ValueError if their floors exceed the capacity."""
-        check_floors({name: contract.floor for name, contract in contracts.items()}, self.capacity)
+        check_sum_of_floors({name: contract.floor for name, contract in contracts.items()}, self.capacity)
         self._unreported |= self._contracts.keys() | contracts.keys()
         self._contracts = dict(contracts)
         self.counts.add_names(contracts)

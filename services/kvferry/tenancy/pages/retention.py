@@ -14,13 +14,13 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvferry.tenancy.contract import TierContract, TierSettings, check_floors
 from kvferry.tenancy.pages.hinted_pages import Place, Spot, first_private
 from kvferry.tenancy.pages.outcome import OTHER, Cause, Refusal, Stored, TenantUsage, Victim
 from kvferry.tenancy.pages.page import MAX_COUNTED_REUSES, Page, PageList
-from kvferry.tenancy.pages.tenant_counts import TenantCounts
 from kvferry.tenancy.pages.tenant_order import TenantOrder
 from kvferry.tenancy.pages.tenant_pages import NEVER, Candidate, TenantPages
+from kvferry.tenancy.pages.usage_report import TenantCounts
+from kvferry.tenancy.terms import TierContract, TierSettings, check_sum_of_floors
 
 _DEFAULT = TierContract()
 
@@ -59,7 +59,7 @@ class Retention:
 
     def configure(self, contracts: Mapping[str, TierContract]) -> None:
         """Replace all contracts, or raise ValueError if their floors exceed the capacity."""
-        check_floors({name: contract.floor for name, contract in contracts.items()}, self.settings.capacity)
+        check_sum_of_floors({name: contract.floor for name, contract in contracts.items()}, self.settings.capacity)
         self._contracts = dict(contracts)
         self.counts.add_names(contracts)
         for tenant in list(self._tenants.values()):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from kvferry.tenancy.contract import TierContract
-from kvferry.tenancy.pages.ghosts import GhostHistory
 from kvferry.tenancy.pages.hinted_pages import NEVER as NEVER
 from kvferry.tenancy.pages.hinted_pages import HintedPages, Place, Spot
 from kvferry.tenancy.pages.outcome import Cause, Refusal
-from kvferry.tenancy.pages.page import MAX_REUSES, Page, PageList
+from kvferry.tenancy.pages.page import MAX_REUSES, GhostHistory, Page, PageList
+from kvferry.tenancy.terms import TierContract
 
 
 class Candidate(NamedTuple):

@@ -11,15 +11,16 @@ from kvferry_sim.kv_transfer import (
     MAX_REQUEST_BYTES,
     KvTransferError,
     KvTransferServer,
+    PageMemory,
     PullFault,
     Release,
     Ticket,
     frame,
+    layout_digest,
     pull_pages,
     read_payload,
     release_offer,
 )
-from kvferry_sim.page_memory import PageMemory, layout_digest
 from support.waiting import SOON_S
 
 PAGE_BYTES = 128

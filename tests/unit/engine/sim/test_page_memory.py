@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from kvferry_sim.block_pool import PageHash, PageId
-from kvferry_sim.page_memory import PageMemory, layout_digest
+from kvferry_sim.kv_transfer import PageMemory, layout_digest
 
 LAYOUT = layout_digest("tiny", 32, 256)
 

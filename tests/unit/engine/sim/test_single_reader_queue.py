@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvferry_sim.single_reader_queue import SingleReaderQueue
+from kvferry_sim.event_stream import SingleReaderQueue
 from support.waiting import SOON_S
 
 

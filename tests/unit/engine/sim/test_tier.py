@@ -24,7 +24,7 @@ from kvferry.engine.base import (
     TierHints,
 )
 from kvferry.engine.vllm.start.arguments import tier_connector
-from kvferry.keeper.socket_path import socket_path
+from kvferry.keeper.unix_socket import socket_path
 from kvferry.pages.keys import pack_tokens, route_keys, seed_of
 from kvferry.residency.index import Tier
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace

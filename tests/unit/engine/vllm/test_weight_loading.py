@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.engine.vllm.start import weight_loading
-from kvferry.engine.vllm.start.weight_loading import check_load_format
+from kvferry.engine.vllm.start import weights
+from kvferry.engine.vllm.start.weights import check_load_format
 from kvferry.errors import ConfigError
 
 KEYS = {"load_format": "models[chat].decode.engine.args.load_format"}
@@ -26,7 +26,7 @@ def folder_with(folder: Path, *names: str, index: object = None) -> Path:
 @pytest.fixture(autouse=True)
 def package(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is there."""
-    monkeypatch.setattr(weight_loading, "_MODULE", "json")
+    monkeypatch.setattr(weights, "_MODULE", "json")
 
 
 def why_refused(load_format: str, folder: Path) -> str:
@@ -68,5 +68,5 @@ def test_a_file_that_the_index_leaves_out_is_refused_where_vllm_does_not_read_th
 
 
 def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_loading, "_MODULE", "no_such_module")
+    monkeypatch.setattr(weights, "_MODULE", "no_such_module")
     assert "needs the package runai-model-streamer" in why_refused("runai_streamer", tmp_path)

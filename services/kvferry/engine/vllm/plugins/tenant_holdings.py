@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 from kvferry.engine.vllm.plugins.core_fields import HOLDINGS_TAG
-from kvferry.tenancy.pages.tenant_counts import TenantCounts
-from kvferry.tenancy.pages.usage_report import Holding, Row, UsageReport
+from kvferry.tenancy.pages.usage_report import Holding, Row, TenantCounts, UsageReport
 
 PERIOD_S: Final = 1.0  # while requests run
 

@@ -27,12 +27,11 @@ from kvferry.engine.vllm.plugins.tenant_holdings import HoldingsReport
 from kvferry.engine.vllm.plugins.tier.request_tier_state import floors_of, hints_of
 from kvferry.engine.vllm.plugins.tier.tenant_policy import TenantCachePolicy
 from kvferry.engine.vllm.plugins.tier.tier_connector import TierConnector
-from kvferry.tenancy.known_terms import KnownTerms
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
 from kvferry.tenancy.pages.outcome import Cause
 from kvferry.tenancy.pages.pool_pages import PoolPages
 from kvferry.tenancy.shares.step_order import Candidate, StepOrder, step_order
-from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER
+from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, KnownTerms
 
 MAX_EXPIRED_PER_STEP = 1024  # about 3 ms
 MAX_FIRST = 8  # waiting prompts that are looked at for a step

@@ -11,9 +11,8 @@ from msgspec import structs
 from pydantic import ValidationError
 
 from kvferry.config import ModelConfig
-from kvferry.engine.vllm.rendering.chat_template import read_chat_template
+from kvferry.engine.vllm.rendering.chat_template import check_template, read_chat_template
 from kvferry.engine.vllm.rendering.plain_prompts import Rendered
-from kvferry.engine.vllm.rendering.template_check import check_template
 from kvferry.engine.vllm.rendering.text_model import text_model_config
 from kvferry.engine.vllm.rendering.tokenizer_words import keep_none_in, keep_none_in_copies
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
@@ -37,8 +36,8 @@ class VllmPrompts:
         from vllm.entrypoints.scale_out.render.serving import ServingRender
 
         from kvferry.engine.vllm.parsing import check_names
+        from kvferry.engine.vllm.rendering.chat_template import keep_no_names_of_clients
         from kvferry.engine.vllm.rendering.structured_outputs import use_no_xgrammar
-        from kvferry.engine.vllm.rendering.template_arguments import keep_no_names_of_clients
 
         use_no_xgrammar()
         keep_no_names_of_clients()

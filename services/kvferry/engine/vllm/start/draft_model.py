@@ -10,8 +10,7 @@ from kvferry import model_folder
 from kvferry.arguments import vllm_arguments
 from kvferry.config import EngineConfig
 from kvferry.engine.vllm.start.argument_parser import key_of
-from kvferry.engine.vllm.start.weight_loading import check_load_format
-from kvferry.engine.vllm.start.weights import weights_revision
+from kvferry.engine.vllm.start.weights import check_load_format, weights_revision
 from kvferry.errors import ConfigError
 
 

@@ -1,9 +1,11 @@
-"""A digest of a model's files, the same on every node and after every copy."""
+"""A digest of a model's files, the same on every node and after every copy, and which load formats read other files."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
+import json
 import logging
 import os
 import tempfile
@@ -12,12 +14,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
 
+from kvferry.arguments.vllm_arguments import LOAD_FORMAT, SAFETENSORS, STREAMED
+from kvferry.engine.vllm.start.argument_parser import key_of
 from kvferry.errors import ConfigError
 from kvferry.model_folder import WEIGHT_SUFFIXES
+
+log = logging.getLogger(__name__)
 
 # Weights, their configuration, and code that comes with them.
 _SUFFIXES = WEIGHT_SUFFIXES | {".json", ".py"}
@@ -32,8 +39,6 @@ _MANIFEST_VERSION = 2
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 64 << 10
 _PROGRESS_S = 10.0
-
-log = logging.getLogger(__name__)
 
 
 class _Known(msgspec.Struct, frozen=True):
@@ -248,3 +253,34 @@ def _write(path: Path, content: bytes, *, mode: int = 0o600) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+_INDEX = "model.safetensors.index.json"
+_PACKAGE, _MODULE = "runai-model-streamer", "runai_model_streamer"
+
+
+def check_load_format(args: Mapping[str, Any], folder: Path, keys: Mapping[str, str]) -> None:
+    """Raises ConfigError unless a load format that was shown reads the files that `auto` reads. `keys`: `key_of`."""
+    chosen, key = args.get(LOAD_FORMAT, "auto"), key_of(LOAD_FORMAT, keys)
+    if chosen == STREAMED and importlib.util.find_spec(_MODULE) is None:
+        raise ConfigError(f"{key}: {chosen} needs the package {_PACKAGE}, which is not installed")
+    # Others are at the operator's risk, and part of the exchange digest.
+    if chosen in (SAFETENSORS, STREAMED) and (reason := _why_other_files(chosen, folder)):
+        raise ConfigError(f"{key}: {chosen} {reason}; use auto")
+
+
+def _why_other_files(chosen: str, folder: Path) -> str:
+    files = {file.name for file in folder.glob("*.safetensors")}
+    if not files:
+        return "reads files *.safetensors alone, and the model's folder has none"
+    if beside := sorted(name for name in files if name.startswith("consolidated")):
+        return f"may read other files than auto, which takes {beside[0][:80]}"
+    index = folder / _INDEX
+    if chosen != STREAMED or not index.is_file():
+        return ""
+    # vLLM reads the index too, but not for this format.
+    try:
+        listed = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{index}: no index of weights") from None
+    return f"reads all files, also {min(files - listed)[:80]}, which {_INDEX} leaves out" if files - listed else ""

@@ -11,14 +11,11 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
 from kvferry.engine.base import TierHints
 from kvferry.engine.vllm.plugins.tier.request_tier_state import RequestTierState
-from kvferry.tenancy.contract import TierContract, TierSettings
-from kvferry.tenancy.known_terms import KnownTerms
 from kvferry.tenancy.pages.outcome import Cause, Refusal
 from kvferry.tenancy.pages.page import Page
 from kvferry.tenancy.pages.retention import Retention
-from kvferry.tenancy.pages.tenant_counts import TenantCounts
-from kvferry.tenancy.pages.usage_report import Holding
-from kvferry.tenancy.terms import CPU_TIER
+from kvferry.tenancy.pages.usage_report import Holding, TenantCounts
+from kvferry.tenancy.terms import CPU_TIER, KnownTerms, TierContract, TierSettings
 
 
 class _Chunk(Page):

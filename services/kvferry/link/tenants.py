@@ -1,13 +1,70 @@
-"""What one session knows of tenants: whose its requests are, and what it has told of their work."""
+"""What the two ends of a link know of tenants: their work on a worker, whose requests a session has, what it tells."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Final
 
-from kvferry.engine.base import EngineRequest
-from kvferry.link.tenant_meter import TenantMeter
+from kvferry.engine.base import EngineRequest, Turn
 from kvferry.wire.v1 import worker_pb2 as pb
+
+MAX_TENANTS: Final = 10_000  # that a meter keeps; idle ones go first
+
+
+@dataclass(slots=True)
+class TenantCounts:
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_running: int = 0
+
+
+_NONE: Final = TenantCounts()
+
+
+class TenantMeter:
+    def __init__(self) -> None:
+        self._counts: dict[str, TenantCounts] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def of(self, tenant: str) -> TenantCounts:
+        return self._counts.get(tenant, _NONE)
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Return requests and tokens by tenant."""
+        return {
+            tenant: (counts.num_requests, counts.num_prompt_tokens + counts.num_generated_tokens)
+            for tenant, counts in self._counts.items()
+        }
+
+    def tenants(self) -> list[str]:
+        return list(self._counts)
+
+    def begin(self, tenant: str, num_prompt_tokens: int, *, is_resumed: bool) -> None:
+        """A request that is resumed was counted where it began."""
+        counts = self._counts.get(tenant)
+        if counts is None:
+            self._make_room()
+            counts = self._counts[tenant] = TenantCounts()
+        counts.num_running += 1
+        if not is_resumed:
+            counts.num_requests += 1
+            counts.num_prompt_tokens += num_prompt_tokens
+
+    def end(self, tenant: str, num_generated_tokens: int) -> None:
+        counts = self._counts[tenant]
+        counts.num_running -= 1
+        counts.num_generated_tokens += num_generated_tokens
+
+    def _make_room(self) -> None:
+        if len(self._counts) >= MAX_TENANTS:
+            idle = next((tenant for tenant, counts in self._counts.items() if not counts.num_running), None)
+            if idle is not None:
+                del self._counts[idle]
+
 
 # What tenants were served goes with stats, this often, of so many tenants at once.
 SERVED_INTERVAL_S: Final = 0.5
@@ -93,3 +150,42 @@ class SessionTenants:
         self._told = {tenant: work for tenant, work in self._told.items() if tenant in known}
         yield from [tenant for tenant in known if tenant not in self._told]
         yield from list(self._told)
+
+
+PAUSE_S: Final = 0.1  # after a refusal for want of room for its tenant
+
+
+class WorkerTenants:
+    def __init__(self) -> None:
+        self.served_ms: dict[str, float] = {}  # of the worker's engine, as far as this connection heard
+        self.used: dict[str, tuple[int, int]] = {}  # totals of requests and tokens that this gateway does not count
+        self.running: dict[str, int] = {}  # requests of other gateways
+        self._no_room: dict[str, float] = {}  # tenants that it refused, and until when they are not tried again
+
+    def attach(self) -> None:
+        for known in (self.served_ms, self.used, self.running):
+            known.clear()
+
+    def take(self, load: pb.Load) -> None:
+        for entry in load.served:
+            self.served_ms[entry.tenant] = entry.ms
+            self.used[entry.tenant] = entry.num_requests, entry.num_tokens
+            if entry.num_running:
+                self.running[entry.tenant] = entry.num_running
+            else:
+                self.running.pop(entry.tenant, None)
+
+    def has_room(self, turn: Turn | None, now_s: float) -> bool:
+        return turn is None or not self._no_room or self._no_room.get(turn.tenant, 0.0) <= now_s
+
+    def note_no_room(self, turn: Turn | None, now_s: float) -> None:
+        if turn is not None:
+            self._no_room = {tenant: until_s for tenant, until_s in self._no_room.items() if until_s > now_s}
+            self._no_room[turn.tenant] = now_s + PAUSE_S
+
+
+def elsewhere(served_ms: Mapping[str, float], num_workers: int) -> pb.Downward:
+    message = pb.Elsewhere(num_workers=num_workers)
+    for tenant, ms in served_ms.items():
+        message.served.add(tenant=tenant, ms=ms)
+    return pb.Downward(elsewhere=message)
