@@ -50,13 +50,13 @@ LIMITS = {
     "readme_words": 900,
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
-    "files": 395,
-    "lines": 57_310,
-    "docstring_words": 34_977,  # a share of the lines would rise where code goes
+    "files": 366,
+    "lines": 57_100,
+    "docstring_words": 34_680,  # a share of the lines would rise where code goes
     "root_modules": 8,
     "most_files_in_a_package": 19,
     "settings": 225,
-    "files_called": 79,
+    "files_called": 74,
 }
 _LONG_FUNCTION = 60
 _NUM_PASSAGES = 5  # what only one of these requests calls belongs to a heartbeat, or to a queue on a busy machine
