@@ -114,7 +114,7 @@ Values of `engine.env` are texts: `{VLLM_LOG_STATS_INTERVAL: "5"}`, on a command
 
 **At your own risk**: an argument of the last table is taken if `engine.unproven` names it, as in `unproven:
 [attention_backend]`. So is a variable of `engine.env` beside the free ones ({variables}).
-kvferry has not shown that answers stay right with it, or that it works at all; each start of an engine logs it. With
+kvferry has not tested that answers stay right with it, or that it works at all; each start of an engine logs it. With
 `speculative_config` it lifts every check of drafts (method, architecture, vocabulary, context, sliding windows,
 quantized weights, tensor parallelism), with `hf_overrides` that of the architectures with YaRN. No other refusal of
 [models](../user/models.md) is lifted. Mistakes, such as a method or key that vLLM does not have, are refused as before.
@@ -157,7 +157,7 @@ and `tensor_parallel_size` above 1 beside it. Of [several models](models-in-a-cl
 `engine: {args: {speculative_config: null}}`.
 
 An EAGLE head drafts from what the model itself has computed, and has one layer of pages: `method: eagle` or `eagle3`,
-`model` its folder or hub id, with the same limits. Shown with Llama heads (`LlamaForCausalLM`,
+`model` its folder or hub id, with the same limits. Tested with Llama heads (`LlamaForCausalLM`,
 `LlamaForCausalLMEagle3`) of `LlamaForCausalLM`, also with a vocabulary of the head's own and a shorter
 context: where a request of a step is longer than that (`max_position_embeddings` of its config.json), vLLM drafts
 nothing in it. Of a cached prefix vLLM
@@ -227,15 +227,14 @@ _TITLES = {
         "Refused",
         "Most are set by kvferry: `use` names the key. Some keys of `engine` may stand in "
         "[`prefill.engine` and `decode.engine`](configuration.md#decodeengine) too. "
-        "More on [parallelism](gpu.md#parallelism-that-was-not-shown).",
+        "More on [parallelism](gpu.md#untested-parallelism).",
     ),
     Rule.UNPROVEN: (
         "Unproven",
         "Refused unless `engine.unproven` names them; only in `engine.args`. `speculative_config` of "
         "[n-grams](#speculative-decoding) needs no permission in `decode.engine.args`, nor of a draft model or "
         "an EAGLE head here; "
-        "`load_format` and `model_loader_extra_config` with [the values that were shown](#how-weights-are-read) need "
-        "none.",
+        "`load_format` and `model_loader_extra_config` with [tested values](#how-weights-are-read) need none.",
     ),
 }
 
