@@ -223,13 +223,13 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
             "router.prices.rates:_STALE_SHARE",
         ),
         ("is bounded to {} times the rate", "router.prices.rates:_MAX_RATIO"),
-        ("{} in a row beyond that bound", "router.prices.rates:_NUM_BELIEVED/words"),
+        ("If {} in a row exceed that bound", "router.prices.rates:_NUM_BELIEVED/words"),
     ],
     "contributor/architecture/tiers.md": [
         ("a page has less than {} MiB", "engine.vllm.plugins.tier.tier_connector:_MIN_CHUNK_BYTES/MiB"),
         ("at most {} tokens). With volumes", "engine.vllm.plugins.tier.tier_connector:_MAX_CHUNK_TOKENS"),
         ("has not touched its lock for {} minutes", "store.folder:ALIVE_FOR_S/minutes"),
-        ("looked for {} s after the last look ended", "keeper.volumes.volume_io:_RESCAN_PERIOD_S"),
+        ("other writers {} s after its last look ended", "keeper.volumes.volume_io:_RESCAN_PERIOD_S"),
     ],
     "contributor/architecture/kv-transfer.md": [
         (
