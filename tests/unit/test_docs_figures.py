@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.config import ClusterConfig
+from kvferry.config import ClusterConfig, TierConfig, VolumeConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -309,6 +310,20 @@ def figures() -> Iterator[Any]:
 def test_a_figure_is_that_of_the_code(page: str, phrase: str, sources: list[str]) -> None:
     expected = phrase.format(*map(value_of, sources))
     assert expected in (DOCS / page).read_text(encoding="utf-8"), f"docs/{page} does not say: {expected}"
+
+
+def test_the_table_of_tier_settings_has_each_key_with_its_default() -> None:
+    page = (DOCS / "operator" / "tier-settings.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    rows = re.findall(r"(?m)^\| `([\w.\[\]]+)` \| [^|]*\| ([^|]+) \|", page)
+    fields = {**TierConfig.model_fields, **{f"volumes[].{key}": it for key, it in VolumeConfig.model_fields.items()}}
+    del fields["volumes"]
+    assert {key for key, _ in rows} == set(fields)
+    for key, default in rows:
+        value = fields[key].default
+        if isinstance(value, bool | str) and value != "":
+            assert default == str(value).lower(), key
+        elif isinstance(value, int | float):
+            assert default == f"{Number(value)}", key
 
 
 def test_numbers_are_written_as_pages_have_them() -> None:
