@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kvferry.config import ClusterConfig, TierConfig, VolumeConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+VALUES = ROOT / "deploy" / "helm" / "kvferry" / "values.yaml"
 SERVICES = ROOT / "services" / "kvferry"
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "minutes": 60, "%": 0.01, "us": 1e-6, "ms": 1e-3}
 # Words of small numbers, where a page writes them out.
 WORDS = {2: "two", 3: "three", 4: "four", 5: "five", 8: "eight"}
 
-# By page: a phrase, with a place for each figure, and where each figure comes from: `module:CONSTANT` of kvferry, or
-# `config:KEY`, its default; `/UNIT` where the page has another unit than the code, `/words` for a number in words.
+# By page: a phrase, with a place for each figure, and where each figure comes from: `module:CONSTANT` of kvferry,
+# `config:KEY` and `chart:KEY` for defaults, `pin:PACKAGE` for a pinned version; `/UNIT` where the page has another unit
+# than the code, `/words` for a number in words.
 FIGURES: dict[str, list[tuple[str, ...]]] = {
     "user/clients.md": [
         ("OpenAI API over HTTP (`gateway.http_port`, {:d})", "config:gateway.http_port"),
@@ -149,6 +154,8 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
         ("`gateway.max_queued_requests` ({})", "config:gateway.max_queued_requests"),
         ("at most `gateway.queue_timeout_s` ({} s)", "config:gateway.queue_timeout_s"),
     ],
+    "operator/image.md": [("Clusters run etcd's own image, {} by default", "chart:etcd.image.tag")],
+    "operator/install.md": [("installs `vllm=={}` and `nixl=={}` with CUDA", "pin:vllm", "pin:nixl")],
     "operator/monitoring.md": [("For {} minutes the same request", "link.quarantine:QUARANTINE_S/minutes")],
     "operator/sizing.md": [
         ("{} more processes of 128 MiB", "engine.grammar_checks:NUM_FORKS"),
@@ -276,12 +283,25 @@ def constant_of(file: Path, name: str) -> Any:
     raise AssertionError(f"{file} has no {name}")
 
 
+def pinned() -> dict[str, str]:
+    """Return the versions that pyproject.toml pins exactly, by package."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    return dict(each.split("==") for each in itertools.chain(*extras.values()) if "==" in each)
+
+
 def value_of(source: str) -> Any:
     """Return what a page should say: a number with its thousands, or in words."""
     name, _, unit = source.partition("/")
     place, _, key = name.partition(":")
+    if place == "pin":
+        return pinned()[key]
+    if place == "chart":
+        value: Any = yaml.safe_load(VALUES.read_text(encoding="utf-8"))
+        for part in key.split("."):
+            value = value[part]
+        return str(value).removeprefix("v")
     if place == "config" and not key.isupper():
-        value: Any = ClusterConfig()
+        value = ClusterConfig()
         for part in key.split("."):
             value = getattr(value, part)
     else:
