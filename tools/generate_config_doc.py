@@ -112,7 +112,7 @@ these tables. With the chart, arguments of one role are `roles.decode.engine.arg
 Values of `engine.env` are texts: `{VLLM_LOG_STATS_INTERVAL: "5"}`, on a command line
 `--set 'engine.env.VLLM_LOG_STATS_INTERVAL="5"'`.
 
-**At your own risk**: an argument of the last table is taken if `engine.unproven` names it, as in `unproven:
+**At your own risk**: an argument of the last table is accepted if `engine.unproven` names it, as in `unproven:
 [attention_backend]`. So is a variable of `engine.env` beside the free ones ({variables}).
 kvferry has not tested that answers stay right with it, or that it works at all; each start of an engine logs it. With
 `speculative_config` it lifts every check of drafts (method, architecture, vocabulary, context, sliding windows,
@@ -120,7 +120,7 @@ quantized weights, tensor parallelism), with `hf_overrides` that of the architec
 [models](../user/models.md) is lifted. Mistakes, such as a method or key that vLLM does not have, are refused as before.
 
 **Exchange digest**: engines exchange pages, directly and over volumes, only with equal values of all that is *equal*
-or unproven, variables too. Changing one is a change of the engine: pages on volumes of before are not read.
+or unproven, variables too. After a change of one, engines do not read earlier pages on volumes.
 
 ## Speculative decoding
 
@@ -150,7 +150,7 @@ engine:
 It stands in `engine.args`: the draft model has KV pages of its own beside the model's, which prefill engines compute
 with a prompt, and which are transferred and kept in tiers and on volumes with it. A page holds both, so fewer fit into
 the same memory, and a prefill engine, which drafts one token, computes every prompt with both models. `model` is a
-folder on all nodes (with the chart always) or a hub id, whose newest revision is taken; engines exchange pages only if
+folder on all nodes (with the chart always) or a hub id, whose newest revision is used; engines exchange pages only if
 the digests of its files are equal. The draft model has a [served](../user/models.md) architecture, the model's
 vocabulary and data type, and at least its context; refused are sliding windows, quantized weights (of either)
 and `tensor_parallel_size` above 1 beside it. Of [several models](models-in-a-cluster.md), an entry without drafts says
@@ -208,7 +208,7 @@ engine:
 an engine without it ends with the package's name. So does one whose format would read other files than `auto`: a folder
 without `*.safetensors`, with `consolidated*.safetensors`, or, for `runai_streamer`, with files that
 `model.safetensors.index.json` leaves out. `model.path` is a folder for every format, and no URL of an object store: the
-digest of the weights is taken of its files.
+digest of the weights is computed from its files.
 
 Other formats are at your own risk (`unproven: [load_format]`), and engines with them exchange pages only with those
 that have the same value: `dummy` has random weights, `fastsafetensors` and `instanttensor` read into a GPU's memory
