@@ -30,8 +30,7 @@ from pydantic import (
 )
 
 from kvferry.arguments import vllm_arguments
-from kvferry.arguments.argument_conflicts import why_in_conflict
-from kvferry.arguments.argument_values import why_not_expected
+from kvferry.arguments.argument_values import why_in_conflict, why_not_expected
 from kvferry.errors import ConfigError
 from kvferry.util import simulator
 from kvferry.util.addresses import AUTO, is_url, require_loopback

@@ -1,4 +1,4 @@
-"""argument_conflicts.py: what an engine would end its start for is refused when a configuration is read."""
+"""argument_values.py: what an engine would end its start for is refused when a configuration is read."""
 
 from __future__ import annotations
 

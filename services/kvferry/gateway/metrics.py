@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.engine.base import RenderOutcomes
-from kvferry.gateway.usage.model_uses import ModelUses
-from kvferry.gateway.usage.tenant_uses import TenantUses
+from kvferry.gateway.usage.tenant_uses import ModelUses, TenantUses
 from kvferry.keeper.volumes.volume_state import VolumeState
 from kvferry.observability.exposition import Exposition, Reading, SpanCounts, read_spans
 from kvferry.observability.telemetry import (

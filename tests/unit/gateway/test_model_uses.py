@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from kvferry.gateway.usage import model_uses
-from kvferry.gateway.usage.model_uses import ModelUses
+from kvferry.gateway.usage import tenant_uses
+from kvferry.gateway.usage.tenant_uses import ModelUses
 from kvferry.gateway.usage.usage_log import UsageRecord
 from kvferry.observability.telemetry import MODEL_FIRST_TOKEN, MODEL_READY, MODEL_REQUESTS, MODEL_TOKENS
 
@@ -33,7 +33,7 @@ def test_requests_count_by_model_that_answered_and_model_that_was_asked() -> Non
 
 
 def test_models_after_many_are_one_series(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_uses, "MAX_PAIRS", 4)
+    monkeypatch.setattr(tenant_uses, "MAX_PAIRS", 4)
     uses = ModelUses()
     for i in range(50):
         note(uses, f"m{i}", f"m{i}")

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from kvferry.errors import InvalidRequest
-from kvferry.gateway.bodies.json_values import UNCOUNTED_BYTES
-from kvferry.gateway.bodies.protobuf_values import check_num_values
+from kvferry.gateway.bodies.value_counts import UNCOUNTED_BYTES, check_num_message_values
 from kvferry.inference.v1 import inference_pb2 as pb
 
 MOST = 40_000
@@ -15,7 +14,7 @@ PADDING = "x" * UNCOUNTED_BYTES
 
 async def check(message: pb.GenerateRequest | bytes, most: int = MOST) -> None:
     raw = message if isinstance(message, bytes) else message.SerializeToString()
-    await check_num_values(raw, pb.GenerateRequest.DESCRIPTOR, most)
+    await check_num_message_values(raw, pb.GenerateRequest.DESCRIPTOR, most)
 
 
 async def refused(message: pb.GenerateRequest | bytes, most: int = MOST) -> str:

@@ -22,7 +22,7 @@ from kvferry.gateway.bodies.openai_bodies import (
     chat_of,
     completion_of,
 )
-from kvferry.gateway.bodies.protobuf_values import read_varint
+from kvferry.gateway.bodies.value_counts import read_varint
 from kvferry.inference.v1 import inference_pb2 as pb
 
 # Fields of a body -> of a message; of what is below them only the first part differs.

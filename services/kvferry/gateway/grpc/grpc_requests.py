@@ -12,10 +12,9 @@ from kvferry.engine.base import Asker, EngineOutput, Renderer, TokenLogprob, Too
 from kvferry.errors import RequestError
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.bodies.grpc_bodies import in_fields, read_generate, read_tokenize
-from kvferry.gateway.bodies.json_values import MAX_VALUES
 from kvferry.gateway.bodies.large_bodies import in_thread_if_large, join
 from kvferry.gateway.bodies.openai_bodies import ChatBody, CompletionBody, for_renderer
-from kvferry.gateway.bodies.protobuf_values import check_num_values
+from kvferry.gateway.bodies.value_counts import MAX_VALUES, check_num_message_values
 from kvferry.gateway.canary import beginning_of
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.generation import Gathered, Generation, asker_of, refuse_abort
@@ -74,7 +73,7 @@ class Inference:
         Raises a RequestError for a bad message, whose `param` is the field, or Overloaded.
         """
         begun_ns = time.time_ns()
-        await check_num_values(raw, pb.GenerateRequest.DESCRIPTOR, MAX_VALUES + self._models.longest_context)
+        await check_num_message_values(raw, pb.GenerateRequest.DESCRIPTOR, MAX_VALUES + self._models.longest_context)
         message, body, fields = await _read(read_generate, raw)
         model, adapter = self._adapters.resolve(message.model, tenant)
         claim.route = route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)
@@ -115,7 +114,7 @@ class Inference:
 
     async def tokenize(self, raw: bytes, tenant: Tenant, claim: Claim) -> bytes:
         """Return a TokenizeResponse, encoded. Raises the same errors as `generate`."""
-        await check_num_values(raw, pb.TokenizeRequest.DESCRIPTOR, MAX_VALUES)
+        await check_num_message_values(raw, pb.TokenizeRequest.DESCRIPTOR, MAX_VALUES)
         message, body, fields = await _read(read_tokenize, raw)
         model, adapter = self._adapters.resolve(message.model, tenant)
         route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)

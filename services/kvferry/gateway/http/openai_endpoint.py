@@ -17,7 +17,6 @@ from kvferry.engine.base import EngineOutput, RenderedPrompt
 from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.bodies.chat_images import ChatImages, image_parts
-from kvferry.gateway.bodies.json_values import MAX_VALUES, check_num_values
 from kvferry.gateway.bodies.large_bodies import in_thread_if_large, join
 from kvferry.gateway.bodies.openai_bodies import (
     ChatBody,
@@ -28,6 +27,7 @@ from kvferry.gateway.bodies.openai_bodies import (
     read_chat,
     read_completion,
 )
+from kvferry.gateway.bodies.value_counts import MAX_VALUES, check_num_values
 from kvferry.gateway.canary import beginning_of
 from kvferry.gateway.generation import Gathered, Generation, asker_of, refuse_abort
 from kvferry.gateway.http.openai_parsed_responses import NamedCallFormat, ParsedChatFormat
