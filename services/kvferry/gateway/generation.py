@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from msgspec import structs
-
-from kvferry.config import is_of_entry
 from kvferry.engine.base import (
-    Asker,
-    CacheSalt,
     EngineOutput,
     EngineRequest,
     FinishReason,
-    RenderedPrompt,
-    RequestId,
-    TierHints,
     TokenLogprob,
 )
 from kvferry.errors import EngineError
@@ -49,103 +40,36 @@ class Sink(Protocol):
         ...
 
 
-def _requests_of(
-    answer_id: str,
-    rendered: Sequence[RenderedPrompt],
-    n: int,
-    tenant: Tenant,
-    cache_salt: str | None,
-    wanted_s: float | None,
-    deadline_s: float | None,
-    pool: str,
-    adapter: str,
-) -> list[EngineRequest]:
-    """Return `n` requests per prompt in OpenAI's order, with different seeds.
-
-    Tokens are arrays, which halves the time of route keys.
-    """
-    requests: list[EngineRequest] = []
-    salt: str = salt_of(tenant, cache_salt)
-    if is_of_entry(pool):
-        # Models have tokens in common: without this, pages of one would be looked for under the keys of another.
-        salt = f"{pool}/{salt}"
-    tier = tenant.tier
-    if wanted_s is not None:
-        tier = structs.replace(tier or TierHints(), wanted_s=wanted_s)
-    for prompt in rendered:
-        token_ids = prompt.token_ids if isinstance(prompt.token_ids, array) else array("I", prompt.token_ids)
-        for i in range(n):
-            sampling = prompt.sampling
-            if sampling.seed is not None and i:
-                sampling = structs.replace(sampling, seed=_wrap_int64(sampling.seed + i))
-            requests.append(
-                EngineRequest(
-                    RequestId(f"{answer_id}-{len(requests)}"),
-                    token_ids,
-                    sampling,
-                    cache_salt=salt,
-                    parse=prompt.parse,
-                    tier=tier,
-                    deadline_s=deadline_s,
-                    turn=tenant.turn,
-                    pool=pool,
-                    adapter=adapter,
-                    images=prompt.images,
-                )
-            )
-    return requests
-
-
-def salt_of(tenant: Tenant, cache_salt: str | None) -> CacheSalt:
-    return tenant.cache_salt if cache_salt is None else tenant.salt_of(cache_salt)
-
-
-def asker_of(tenant: Tenant, cache_salt: str | None) -> Asker:
-    return Asker(tenant.name, salt_of(tenant, cache_salt))
-
-
 class Generation:
     """The choices of one answer. Cancelling `run` cancels every request on every worker."""
 
     def __init__(
         self,
         answer_id: str,
-        rendered: Sequence[RenderedPrompt],
+        requests: Sequence[EngineRequest],
         n: int,
+        tenant: Tenant,
         dispatcher: Dispatcher,
         metrics: GatewayMetrics,
-        *,
-        tenant: Tenant,
-        pool: str,
-        adapter: str = "",
         timeouts: TokenTimeouts,
+        *,
         may_be_aggregated: bool = True,
         trace: RequestTrace | None = None,
-        cache_salt: str | None = None,
-        wanted_s: float | None = None,
-        deadline_s: float | None = None,
     ) -> None:
-        """Make `n` requests per prompt. Unless `may_be_aggregated`, prefill workers compute the prompts.
+        """`requests` has one request per choice, `n` for each prompt.
 
-        `cache_salt`, `wanted_s` (`TierHints`) and `deadline_s`, of `time.monotonic`, are the client's own; without the
-        last, `gateway.request_timeout_s` is the limit.
-
-        Raises NoDecodeWorker while no worker has the adapter.
+        Unless `may_be_aggregated`, prefill workers compute the prompts.
         """
-        if adapter:
-            adapter = dispatcher.adapter_key(adapter, pool)
-        if deadline_s is None:
-            deadline_s = time.monotonic() + dispatcher.request_timeout_s
-        self.requests = _requests_of(answer_id, rendered, n, tenant, cache_salt, wanted_s, deadline_s, pool, adapter)
-        if wanted_s is not None:
-            metrics.hinted_requests.labels("wanted" if wanted_s else "end").inc()
+        self.requests = requests
         self._trace = trace
         span = trace.span if trace is not None else None
         if span is not None:
-            span.set({"kvferry.tenant": tenant.name, "kvferry.adapter": adapter or None})
+            span.set({"kvferry.tenant": tenant.name, "kvferry.adapter": requests[0].adapter or None})
         self.records = [
-            RequestRecord(tenant=tenant.name, owner=tenant.cache_salt, pool=pool, adapter=adapter, trace=span)
-            for _ in self.requests
+            RequestRecord(
+                tenant=tenant.name, owner=tenant.cache_salt, pool=request.pool, adapter=request.adapter, trace=span
+            )
+            for request in requests
         ]
         self.choices = [
             (Choice if request.parse is None else ParsedChoice)(resumed_after=record.continued_after)
@@ -292,7 +216,3 @@ def refuse_abort(output: EngineOutput) -> None:
     """Raises EngineError for a last output without a proper finish reason."""
     if output.finish_reason is FinishReason.ABORT:
         raise EngineError("the engine aborted the request")
-
-
-def _wrap_int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63

@@ -36,6 +36,7 @@ from kvferry.gateway.http.openai_endpoint import OpenAI
 from kvferry.gateway.http.tls_handshake import TlsHandshake
 from kvferry.gateway.http.uvicorn_connection import HttpProtocol
 from kvferry.gateway.identity.identification import Identification
+from kvferry.gateway.intake import Intake
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
 from kvferry.gateway.models import AdapterNames, Models
 from kvferry.gateway.prometheus_targets import Targets
@@ -273,8 +274,9 @@ class GatewayHost:
         await self._models.load()
         timeouts = TokenTimeouts(gateway.first_token_timeout_s, gateway.inter_token_timeout_s)
         images = ChatImages(gateway.images, self._fetcher)
-        self.app.openai = OpenAI(self._dispatcher, self.metrics, self._models, self._adapters, timeouts, images)
-        self.grpc.inference = Inference(self._dispatcher, self.metrics, self._models, self._adapters, timeouts)
+        intake = Intake(self._dispatcher, self.metrics, self._models, self._adapters, timeouts, images)
+        self.app.openai = OpenAI(intake, self._dispatcher)
+        self.grpc.inference = Inference(intake)
         self._note_readiness()
         self._registering = asyncio.create_task(self._register())
         log.info(

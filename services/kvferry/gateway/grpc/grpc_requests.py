@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kvferry.engine.base import Asker, EngineOutput, Renderer, TokenLogprob, ToolCallDelta
+from kvferry.engine.base import EngineOutput, TokenLogprob, ToolCallDelta
 from kvferry.errors import RequestError
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.bodies.grpc_bodies import in_fields, read_generate, read_tokenize
 from kvferry.gateway.bodies.large_bodies import in_thread_if_large, join
 from kvferry.gateway.bodies.openai_bodies import ChatBody, CompletionBody, for_renderer
 from kvferry.gateway.bodies.value_counts import MAX_VALUES, check_num_message_values
-from kvferry.gateway.canary import beginning_of
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
-from kvferry.gateway.generation import Gathered, Generation, asker_of, refuse_abort
+from kvferry.gateway.generation import Gathered, Generation, refuse_abort
 from kvferry.gateway.identity.tenants import Tenant
-from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.models import AdapterNames, Models
+from kvferry.gateway.intake import Intake
 from kvferry.gateway.request_trace import RequestTrace
-from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.inference.v1 import inference_pb2 as pb
-from kvferry.router.dispatch import Dispatcher
 
 _Message = TypeVar("_Message", pb.GenerateRequest, pb.TokenizeRequest)
 
@@ -44,19 +39,8 @@ _UNREAD_STEP_BYTES = 64 << 10
 
 
 class Inference:
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        metrics: GatewayMetrics,
-        models: Models,
-        adapters: AdapterNames,
-        timeouts: TokenTimeouts,
-    ) -> None:
-        self._timeouts = timeouts
-        self._dispatcher = dispatcher
-        self._metrics = metrics
-        self._models = models
-        self._adapters = adapters
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
 
     async def generate(
         self,
@@ -68,61 +52,33 @@ class Inference:
         trace: RequestTrace | None = None,
         deadline_s: float | None = None,
     ) -> InferenceAnswer:
-        """Take the answer's choices and prompt tokens into `claim`. `deadline_s` is the call's, of `time.monotonic`.
-
-        Raises a RequestError for a bad message, whose `param` is the field, or Overloaded.
-        """
+        """Raises as `Intake.begin`; `param` of a RequestError is the message's field."""
         begun_ns = time.time_ns()
-        await check_num_message_values(raw, pb.GenerateRequest.DESCRIPTOR, MAX_VALUES + self._models.longest_context)
+        max_values = MAX_VALUES + self._intake.models.longest_context
+        await check_num_message_values(raw, pb.GenerateRequest.DESCRIPTOR, max_values)
         message, body, fields = await _read(read_generate, raw)
-        model, adapter = self._adapters.resolve(message.model, tenant)
-        claim.route = route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)
-        n, asker = body.n or 1, asker_of(tenant, body.cache_salt)
         try:
-            claim.take_choices(n)  # a message has one prompt
-            claim.count(n)
-            with route.model.rendering() as renderer:
-                if isinstance(body, ChatBody):
-                    rendered = [await renderer.render_chat(fields, asker=asker)]
-                else:
-                    rendered = list(await renderer.render_completion(fields, asker=asker))
-            route.model.require_supported(rendered, route.pool)
-            claim.take_answer(rendered, n)
+            generation = await self._intake.begin(
+                "gen",
+                body,
+                fields,
+                begun_ns,
+                claim=claim,
+                tenant=tenant,
+                trace=trace,
+                may_be_aggregated=not disaggregate,
+                deadline_s=deadline_s,
+            )
         except RequestError as error:
             raise in_fields(error, message.WhichOneof("prompt")) from None
-        answer_id = f"gen-{secrets.token_hex(12)}"
-        generation = Generation(
-            answer_id,
-            rendered,
-            n,
-            self._dispatcher,
-            self._metrics,
-            tenant=tenant,
-            pool=route.pool,
-            adapter=adapter,
-            timeouts=self._timeouts,
-            may_be_aggregated=not disaggregate,
-            trace=trace,
-            cache_salt=body.cache_salt,
-            wanted_s=body.wanted_s,
-            deadline_s=deadline_s,
-        )
-        claim.work = generation
-        if trace is not None:
-            trace.rendered(answer_id, body, generation.requests, begun_ns, route.model.label)
-        return InferenceAnswer(answer_id, message.model, generation, with_token_ids=message.return_token_ids)
+        return InferenceAnswer(message.model, generation, with_token_ids=message.return_token_ids)
 
     async def tokenize(self, raw: bytes, tenant: Tenant, claim: Claim) -> bytes:
         """Return a TokenizeResponse, encoded. Raises the same errors as `generate`."""
         await check_num_message_values(raw, pb.TokenizeRequest.DESCRIPTOR, MAX_VALUES)
         message, body, fields = await _read(read_tokenize, raw)
-        model, adapter = self._adapters.resolve(message.model, tenant)
-        route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)
-        asker = asker_of(tenant, None)
-        claim.count(1)
         try:
-            with route.model.rendering() as renderer:
-                token_ids, max_model_len = await _token_ids(renderer, body, fields, asker), renderer.max_model_len()
+            token_ids, max_model_len = await self._intake.tokenize(body, fields, claim=claim, tenant=tenant)
         except RequestError as error:
             raise in_fields(error, message.WhichOneof("prompt")) from None
         rest = pb.TokenizeResponse(max_model_len=max_model_len)
@@ -131,20 +87,11 @@ class Inference:
         )
 
     def models(self, tenant: Tenant) -> pb.ListModelsResponse:
-        contexts = self._models.of(tenant)
+        contexts = self._intake.models.of(tenant)
         models = [pb.Model(name=name, max_model_len=context) for name, context in contexts.items()]
-        for name, parent in self._adapters.of(tenant).items():
+        for name, parent in self._intake.adapters.of(tenant).items():
             models.append(pb.Model(name=name, max_model_len=contexts.get(parent, 0), parent=parent))
         return pb.ListModelsResponse(models=models)
-
-
-async def _token_ids(
-    renderer: Renderer, body: ChatBody | CompletionBody, fields: dict[str, Any], asker: Asker
-) -> Sequence[int]:
-    if isinstance(body, ChatBody):
-        return (await renderer.render_chat(fields, asker=asker)).token_ids
-    (rendered,) = await renderer.render_completion(fields, asker=asker)
-    return rendered.token_ids
 
 
 async def _read(
@@ -162,8 +109,8 @@ async def _read(
 class InferenceAnswer:
     """An answer in progress. Use either `whole` or `stream`, once."""
 
-    def __init__(self, answer_id: str, model: str, generation: Generation, *, with_token_ids: bool) -> None:
-        self.answer_id = answer_id
+    def __init__(self, model: str, generation: Generation, *, with_token_ids: bool) -> None:
+        self.answer_id = generation.answer_id
         self._model = model
         self._generation = generation
         self._with_token_ids = with_token_ids

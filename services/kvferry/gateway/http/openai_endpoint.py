@@ -5,40 +5,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from msgspec import structs
-
-from kvferry.config import is_of_entry
-from kvferry.engine.base import EngineOutput, RenderedPrompt
+from kvferry.engine.base import EngineOutput
 from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.admission import Claim
-from kvferry.gateway.bodies.chat_images import ChatImages, image_parts
 from kvferry.gateway.bodies.large_bodies import in_thread_if_large, join
 from kvferry.gateway.bodies.openai_bodies import (
     ChatBody,
     CompletionBody,
     NamedTool,
     for_renderer,
-    num_prompts,
     read_chat,
     read_completion,
 )
 from kvferry.gateway.bodies.value_counts import MAX_VALUES, check_num_values
-from kvferry.gateway.canary import beginning_of
-from kvferry.gateway.generation import Gathered, Generation, asker_of, refuse_abort
+from kvferry.gateway.generation import Gathered, Generation, refuse_abort
 from kvferry.gateway.http.openai_parsed_responses import NamedCallFormat, ParsedChatFormat
 from kvferry.gateway.http.openai_responses import DONE, ChatFormat, CompletionFormat, Format, encode, error_chunk
 from kvferry.gateway.http.stream_writer import StreamWriter
 from kvferry.gateway.identity.tenants import Tenant
-from kvferry.gateway.metrics import GatewayMetrics
-from kvferry.gateway.models import AdapterNames, Models, Route
+from kvferry.gateway.intake import Intake
 from kvferry.gateway.record_views import explained, for_tenant
 from kvferry.gateway.request_trace import RequestTrace
-from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.router.dispatch import Dispatcher
 
 log = logging.getLogger(__name__)
@@ -61,107 +52,53 @@ NO_DEBUG = Debug()
 class OpenAI:
     """Turns request bodies into answers."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        metrics: GatewayMetrics,
-        models: Models,
-        adapters: AdapterNames,
-        timeouts: TokenTimeouts,
-        images: ChatImages,
-    ) -> None:
-        self._timeouts = timeouts
-        self._images = images
+    def __init__(self, intake: Intake, dispatcher: Dispatcher) -> None:
+        self._intake = intake
         self._dispatcher = dispatcher
-        self._metrics = metrics
-        self._models = models
-        self._adapters = adapters
 
     async def chat(
         self, raw: bytes, *, claim: Claim, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None
     ) -> Answer:
-        """Take the answer's choices and prompt tokens into `claim`. Raises KvferryError."""
+        """Raises as `Intake.begin`."""
         begun_ns = time.time_ns()
         await check_num_values(raw, MAX_VALUES)
         body, fields = await _read(read_chat, raw)
-        model, adapter = self._adapters.resolve(body.model, tenant)
-        claim.route = route = self._models.route(
-            model,
-            tenant,
-            lambda: beginning_of(body),
-            adapter=adapter,
-            has_images=lambda: any(image_parts(body.messages)),
-        )
-        claim.take_choices(body.n or 1)
-        claim.count(body.n or 1)
-        with route.model.rendering() as renderer:
-            messages = fields["messages"]
-            # Images were shown with the default model alone.
-            takes_images = renderer.takes_images and not is_of_entry(route.pool)
-            images = await self._images.load(messages, claim, takes_images=takes_images)
-            if images:
-                body = structs.replace(body, messages=messages)  # without the URLs
-            rendered = await renderer.render_chat(fields, images, asker=asker_of(tenant, body.cache_salt))
-        num_top = (body.top_logprobs or 0) if body.logprobs else None
-        fmt = ChatFormat
-        if rendered.parse is not None:
-            fmt = NamedCallFormat if isinstance(body.tool_choice, NamedTool) else ParsedChatFormat
-            if body.include_reasoning is False and num_top is not None:
-                # Log-probabilities would reveal the reasoning's tokens.
-                num_top = None
-                rendered = structs.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
-        route.model.require_supported([rendered], route.pool)
-        claim.take_answer([rendered], body.n or 1)
-        answer = self._answer(
-            body,
-            [rendered],
-            num_top,
-            fmt,
+        generation = await self._intake.begin(
             "chatcmpl",
+            body,
+            fields,
+            begun_ns,
+            claim=claim,
             tenant=tenant,
-            route=route,
-            adapter=adapter,
-            debug=debug,
             trace=trace,
+            may_be_aggregated=not debug.disaggregate,
         )
-        claim.work = answer.generation
-        if trace is not None:
-            trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns, route.model.label)
-        return answer
+        request = generation.requests[0]
+        fmt = ChatFormat
+        if request.parse is not None:
+            fmt = NamedCallFormat if isinstance(body.tool_choice, NamedTool) else ParsedChatFormat
+        # Log-probabilities that are asked for may have been left out.
+        num_top = (body.top_logprobs or 0) if body.logprobs and request.sampling.logprobs is not None else None
+        return _answer(body, generation, num_top, fmt, debug)
 
     async def completion(
         self, raw: bytes, *, claim: Claim, tenant: Tenant, debug: Debug, trace: RequestTrace | None = None
     ) -> Answer:
-        """Take the answer's choices and prompt tokens into `claim`. Raises KvferryError."""
+        """Raises as `Intake.begin`."""
         begun_ns = time.time_ns()
-        await check_num_values(raw, MAX_VALUES + self._models.longest_context)
+        await check_num_values(raw, MAX_VALUES + self._intake.models.longest_context)
         body, fields = await _read(read_completion, raw)
-        model, adapter = self._adapters.resolve(body.model, tenant)
-        claim.route = route = self._models.route(model, tenant, lambda: beginning_of(body), adapter=adapter)
-        num_choices = num_prompts(body) * (body.n or 1)
-        claim.take_choices(num_choices)
-        claim.count(num_choices)
-        with route.model.rendering() as renderer:
-            rendered = await renderer.render_completion(fields, asker=asker_of(tenant, body.cache_salt))
-        num_top = body.logprobs
-        route.model.require_supported(rendered, route.pool)
-        claim.take_answer(rendered, body.n or 1)
-        answer = self._answer(
-            body,
-            list(rendered),
-            num_top,
-            CompletionFormat,
+        generation = await self._intake.begin(
             "cmpl",
+            body,
+            fields,
+            begun_ns,
+            claim=claim,
             tenant=tenant,
-            route=route,
-            adapter=adapter,
-            debug=debug,
             trace=trace,
+            may_be_aggregated=not debug.disaggregate,
         )
-        claim.work = answer.generation
-        if trace is not None:
-            trace.rendered(answer.answer_id, body, answer.generation.requests, begun_ns, route.model.label)
-        return answer
+        return _answer(body, generation, body.logprobs, CompletionFormat, debug)
 
     def explain(self, answer_id: str, tenant: Tenant) -> list[dict[str, Any]]:
         """Return the placements of a tenant's answer, one per choice, or empty."""
@@ -171,46 +108,23 @@ class OpenAI:
             if (record.tenant, record.owner) == (tenant.name, tenant.cache_salt)
         ]
 
-    def _answer(
-        self,
-        body: ChatBody | CompletionBody,
-        rendered: list[RenderedPrompt],
-        num_top: int | None,
-        kind: type[ChatFormat] | type[CompletionFormat],
-        prefix: str,
-        *,
-        tenant: Tenant,
-        route: Route,
-        adapter: str,
-        debug: Debug,
-        trace: RequestTrace | None,
-    ) -> Answer:
-        answer_id = f"{prefix}-{secrets.token_hex(12)}"
-        options = body.stream_options
-        with_usage = bool(options and options.include_usage)
-        generation = Generation(
-            answer_id,
-            rendered,
-            body.n or 1,
-            self._dispatcher,
-            self._metrics,
-            tenant=tenant,
-            pool=route.pool,
-            adapter=adapter,
-            timeouts=self._timeouts,
-            may_be_aggregated=not debug.disaggregate,
-            trace=trace,
-            cache_salt=body.cache_salt,
-            wanted_s=body.wanted_s,
-        )
-        return Answer(
-            answer_id,
-            generation,
-            kind(answer_id, int(time.time()), body.model, with_usage=with_usage, num_top=num_top),
-            streamed=bool(body.stream),
-            with_usage=with_usage,
-            debug=debug,
-        )
+
+def _answer(
+    body: ChatBody | CompletionBody,
+    generation: Generation,
+    num_top: int | None,
+    kind: type[ChatFormat | CompletionFormat],
+    debug: Debug,
+) -> Answer:
+    options = body.stream_options
+    with_usage = bool(options and options.include_usage)
+    return Answer(
+        generation,
+        kind(generation.answer_id, int(time.time()), body.model, with_usage=with_usage, num_top=num_top),
+        streamed=bool(body.stream),
+        with_usage=with_usage,
+        debug=debug,
+    )
 
 
 async def _read(read: Callable[[bytes], _Body], raw: bytes) -> tuple[_Body, dict[str, Any]]:
@@ -228,7 +142,6 @@ class Answer:
 
     def __init__(
         self,
-        answer_id: str,
         generation: Generation,
         fmt: Format,
         *,
@@ -236,7 +149,7 @@ class Answer:
         with_usage: bool,
         debug: Debug,
     ) -> None:
-        self.answer_id = answer_id
+        self.answer_id = generation.answer_id
         self.streamed = streamed
         self._generation = generation
         self._format = fmt
