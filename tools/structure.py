@@ -50,16 +50,16 @@ LIMITS = {
     "readme_words": 900,
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
-    "files": 366,
-    "lines": 57_100,
+    "files": 364,
+    "lines": 57_040,
     "docstring_words": 34_680,  # a share of the lines would rise where code goes
     "root_modules": 8,
     "most_files_in_a_package": 19,
     "settings": 225,
-    "files_called": 74,
+    "files_called": 73,
 }
 _LONG_FUNCTION = 60
-_NUM_PASSAGES = 5  # what only one of these requests calls belongs to a heartbeat, or to a queue on a busy machine
+_NUM_PASSAGES = 20  # what only one of these requests calls belongs to a heartbeat, or to a queue on a busy machine
 
 # Files whose functions pass a request, or a part of its answer, to another process, to the engine, or to the client.
 HANDOVERS = (

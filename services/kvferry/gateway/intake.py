@@ -62,8 +62,7 @@ class Intake:
         """Return the request's answer, to be run once; `claim` holds its choices, prompt tokens and images.
 
         `fields` are the body's, for the renderer; reading it began at `begun_ns` (Unix time). `deadline_s`, of
-        `time.monotonic`, is the client's own; without it `gateway.request_timeout_s` is the limit. Unless
-        `may_be_aggregated`, prefill workers compute the prompts.
+        `time.monotonic`, is the client's own. Unless `may_be_aggregated`, prefill workers compute the prompts.
 
         Raises InvalidRequest, ModelNotFound, Overloaded, and NoDecodeWorker while no worker has the adapter.
         """

@@ -102,7 +102,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 async def check_num_message_values(raw: bytes, descriptor: Any, max_values: int) -> None:
-    """Raises InvalidRequest for a large message that has more values or is malformed. Gives way to other tasks."""
+    """Raises InvalidRequest for a large message that has more values or is malformed."""
     if len(raw) <= UNCOUNTED_BYTES:
         return
     num_values = num_fields = 0

@@ -1,0 +1,66 @@
+"""gateway/intake.py: HTTP and gRPC check the same limits in the same order, and give back what they held."""
+
+from __future__ import annotations
+
+import grpc
+import httpx
+import pytest
+
+from kvferry.gateway.admission import MAX_STEP_LOGPROB_ENTRIES
+from kvferry.inference.v1 import inference_pb2 as pb
+from support.waiting import PATIENCE_S
+
+from .conftest import MODEL, running
+from .test_access import bearer, grpc_to
+from .test_gateway_grpc import stub_on
+from .test_tenants import IN_ETCD, admin_of, tenant_with_key
+
+MAX_CHOICES = 120  # of the gateway, and half of them for one tenant
+TENANTS_CHOICES = 50
+NUM_TOKENS = 200  # of a prompt
+MAX_PROMPT_TOKENS = CONTEXT = 8192
+MANY = 45  # with so many log-probabilities each:
+NUM_TOP = 10
+assert MANY * NUM_TOKENS > MAX_PROMPT_TOKENS
+assert MANY * NUM_TOP > MAX_STEP_LOGPROB_ENTRIES
+assert MANY < TENANTS_CHOICES < MAX_CHOICES // 2
+
+# Each request breaks its own limit and all after it: model, choices, prompt tokens, whether it has log-probabilities;
+# the error's HTTP status and a part of its message.
+REQUESTS = [
+    ("other", MAX_CHOICES + 1, 2 * CONTEXT, True, 404, "the model 'other' does not exist"),
+    (MODEL, MAX_CHOICES + 1, 2 * CONTEXT, True, 400, f"gateway.max_requests is {MAX_CHOICES}"),
+    (MODEL, MAX_CHOICES // 2 + 1, 2 * CONTEXT, True, 400, "a tenant may have half"),
+    (MODEL, TENANTS_CHOICES + 1, 2 * CONTEXT, True, 400, "max_choices"),
+    (MODEL, MANY, 2 * CONTEXT, True, 400, "context"),
+    (MODEL, MANY, NUM_TOKENS, True, 400, f"{MAX_STEP_LOGPROB_ENTRIES} a token are allowed"),
+    (MODEL, MANY, NUM_TOKENS, False, 400, f"gateway.max_prompt_tokens is {MAX_PROMPT_TOKENS}"),
+]
+
+
+async def test_both_protocols_check_limits_in_the_same_order() -> None:
+    gateway = {**IN_ETCD, "max_requests": MAX_CHOICES, "max_prompt_tokens": MAX_PROMPT_TOKENS}
+    async with (
+        running(gateway=gateway) as cluster,
+        grpc_to(cluster) as channel,
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
+    ):
+        headers = bearer(await tenant_with_key(cluster, "acme"))
+        await admin_of(cluster).set_limits("acme", {"max_choices": TENANTS_CHOICES})
+        for model, n, num_tokens, has_logprobs, status, part in REQUESTS:
+            text, num_top = " ".join(["word"] * num_tokens), NUM_TOP if has_logprobs else None
+            body = {"model": model, "prompt": text, "n": n, "max_tokens": 1, "logprobs": num_top}
+            answer = await http.post("/v1/completions", json=body, headers=headers)
+            message = answer.json()["error"]["message"]
+            assert (answer.status_code, part in message) == (status, True), message
+            sampling = pb.Sampling(max_tokens=1, logprobs=num_top)
+            request = pb.GenerateRequest(model=model, text=text, num_choices=n, sampling=sampling)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub_on(channel).Generate(request, metadata=tuple(headers.items()))
+            assert caught.value.details() == message
+        assert cluster.gateway is not None
+        admission = cluster.gateway.admission
+        assert (admission.num_choices, admission.num_prompt_tokens, admission.num_body_bytes) == (0, 0, 0)
+        body = {"model": MODEL, "prompt": "word", "n": TENANTS_CHOICES, "max_tokens": 1}
+        answer = await http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
