@@ -22,6 +22,7 @@ import ast
 import asyncio
 import json
 import logging
+import math
 import re
 import sys
 import tokenize
@@ -59,7 +60,7 @@ LIMITS = {
     "files_called": 73,
 }
 _LONG_FUNCTION = 60
-_NUM_PASSAGES = 20  # what only one of these requests calls belongs to a heartbeat, or to a queue on a busy machine
+_NUM_PASSAGES = 5  # what only one of these requests calls belongs to a heartbeat, or to a queue on a busy machine
 
 # Files whose functions pass a request, or a part of its answer, to another process, to the engine, or to the client.
 HANDOVERS = (
@@ -169,6 +170,7 @@ async def follow_a_request() -> Passage:
 
     from kvferry import config as configuration
     from kvferry.gateway.lifecycle import GatewayHost
+    from kvferry.link import frames
     from kvferry.membership.base import MemberKind
     from kvferry.worker.lifecycle import WorkerHost, build_engine
     from kvferry_sim.membership import MemoryMembership, MemoryRegistry
@@ -182,6 +184,7 @@ async def follow_a_request() -> Passage:
             "gateway": {"http_port": 0, "grpc_port": 0, "placement": "priced"},
         }
     )
+    frames.TURN_S = math.inf  # each call takes longer while it is recorded, and payloads would wait for another turn
     registry = MemoryRegistry()
     hosts: list[Any] = [
         WorkerHost(config, kind, build_engine(config, kind, "sim-model"), MemoryMembership(registry), heartbeat_s=14.0)
