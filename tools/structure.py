@@ -51,9 +51,9 @@ LIMITS = {
     "readme_words": 900,
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
-    "files": 364,
-    "lines": 57_040,
-    "docstring_words": 34_680,  # a share of the lines would rise where code goes
+    "files": 362,
+    "lines": 56_790,
+    "docstring_words": 34_500,  # a share of the lines would rise where code goes
     "root_modules": 8,
     "most_files_in_a_package": 19,
     "settings": 225,

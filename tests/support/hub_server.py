@@ -1,4 +1,4 @@
-"""A server with the hub's two endpoints that a download uses, which can fail on demand. On loopback."""
+"""A server with the endpoints of the hub that huggingface_hub uses, which can fail on demand. On loopback."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ class Hub:
     num_elsewhere_refused: int = 0  # answers of the other host that are 403, as of an address that has expired
     refusal: tuple[int, str] | None = None  # status and X-Error-Code of every answer
     listing: Any = None  # instead of the files' own
+    lists_no_sizes: bool = False
+    has_etags: bool = True
+    xet_hash: str = ""  # of large files, which then may be asked for over Xet
     listing_chunks: Iterable[bytes] | None = None  # instead of the whole answer with a listing
     listing_encoding: str = ""  # Content-Encoding that it claims
     listed: Callable[[], None] = lambda: None  # called before an answer with a listing
@@ -53,54 +56,41 @@ class Hub:
     def num_gets(self, path: str) -> int:
         return sum(f"/resolve/{COMMIT}/{path}" in url for url, _ in self.requests)
 
-    def siblings(self) -> Any:
+    def tree(self) -> Any:
+        """Return the files as the hub lists them."""
         if self.listing is not None:
             return self.listing
         found = []
         for path, content in self.files.items():
             blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-            entry: dict[str, Any] = {"rfilename": path, "size": len(content), "blobId": blob}
+            entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": blob}
             if len(content) >= LFS_FROM_BYTES:
-                sha256 = hashlib.sha256(content).hexdigest()
-                entry["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 134}
+                entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
+            if self.lists_no_sizes:
+                entry["size"] = None
             found.append(entry)
         return found
-
-    def tree(self) -> list[dict[str, Any]]:
-        """Return the list that huggingface_hub asks for."""
-        return [
-            {
-                "type": "file",
-                "path": path,
-                "size": len(content),
-                "oid": hashlib.sha1(content, usedforsecurity=False).hexdigest(),
-            }
-            for path, content in self.files.items()
-        ]
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or each body waits 40 ms for the client to acknowledge its head
     hub: Hub
+    about_file: dict[str, str]  # headers of answers with a file, or about one
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
     def do_HEAD(self) -> None:
-        """Answer as the hub does what huggingface_hub asks before it downloads a file."""
-        found = re.fullmatch(rf"/{MODEL}/resolve/{COMMIT}/(.+)", urlsplit(self.path).path)
-        content = self.hub.files.get(unquote(found[1])) if found else None
-        self.send_response(404 if content is None else 200)
-        if content is not None:
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("Content-Length", str(len(content or b"")))
-        self.end_headers()
+        self._respond()
 
     def do_GET(self) -> None:
-        hub, url = self.hub, urlsplit(self.path)
+        hub = self.hub
         hub.requests.append((self.path, {key.lower(): value for key, value in self.headers.items()}))
+        self._respond()
+
+    def _respond(self) -> None:
+        hub, url = self.hub, urlsplit(self.path)
         if hub.num_unavailable > 0:
             hub.num_unavailable -= 1
             self._answer(503, b"", {"Retry-After": hub.retry_after} if hub.retry_after else None)
@@ -114,6 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
             hub.num_elsewhere_refused -= 1
             self._answer(403, b"<Error/>", {"Content-Type": "application/xml"})
         elif url.path.startswith("/elsewhere/"):
+            self.about_file = {}
             self._file(unquote(url.path.removeprefix("/elsewhere/")))
         elif hub.token and self.headers.get("authorization") != f"Bearer {hub.token}":
             self._answer(401, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
@@ -121,7 +112,11 @@ class _Handler(BaseHTTPRequestHandler):
             commit = hub.revisions.get(unquote(listed[1]))
             if commit is None:
                 self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-            elif hub.listing_chunks is not None:
+            else:
+                body = {"_id": "1", "id": MODEL, "modelId": MODEL, "sha": commit, "siblings": []}
+                self._answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        elif url.path == f"/api/models/{MODEL}/tree/{COMMIT}":
+            if hub.listing_chunks is not None:
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")
                 if hub.listing_encoding:
@@ -132,15 +127,21 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
             else:
                 hub.listed()
-                body = {"_id": "1", "id": MODEL, "modelId": MODEL, "sha": commit, "siblings": hub.siblings()}
-                self._answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        elif url.path == f"/api/models/{MODEL}/tree/{COMMIT}":
-            self._answer(200, json.dumps(hub.tree()).encode(), {"Content-Type": "application/json"})
+                self._answer(200, json.dumps(hub.tree()).encode(), {"Content-Type": "application/json"})
         elif found := re.fullmatch(rf"/{MODEL}/resolve/{COMMIT}/(.+)", url.path):
             path = unquote(found[1])
+            if path not in hub.files:
+                self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+                return
+            etag = {"ETag": f'"{hashlib.sha256(hub.files[path]).hexdigest()}"'} if hub.has_etags else {}
+            self.about_file = {"X-Repo-Commit": COMMIT, **etag}
+            if hub.xet_hash and len(hub.files[path]) >= LFS_FROM_BYTES:
+                self.about_file |= {"X-Xet-Hash": hub.xet_hash, "X-Xet-Refresh-Route": f"{hub.url}/xet"}
             if hub.elsewhere_port and len(hub.files[path]) >= LFS_FROM_BYTES:
                 location = f"http://localhost:{hub.elsewhere_port}/elsewhere/{found[1]}"
-                self._answer(302, b"", {"Location": location})
+                linked = {f"X-Linked-{key}": value for key, value in etag.items()}
+                size = {"X-Linked-Size": str(len(hub.files[path]))}
+                self._answer(302, b"", {"Location": location, "X-Repo-Commit": COMMIT, **size, **linked})
             else:
                 self._file(path)
         else:
@@ -151,7 +152,10 @@ class _Handler(BaseHTTPRequestHandler):
         content = gzip.compress(hub.files[path]) if hub.encoding == "gzip" else hub.files[path]
         if path in hub.wrong:
             content = bytes(len(content))
-        start, status, headers = 0, 200, {}
+        start, status, headers = 0, 200, dict(self.about_file)
+        if self.command == "HEAD":
+            self._answer(200, content, headers)
+            return
         if (wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("range", ""))) and not hub.ignores_ranges:
             start, status = int(wanted[1]), 206
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
@@ -183,7 +187,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body) if num_bytes is None else num_bytes))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
 
 class _Server(ThreadingHTTPServer):

@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import math
 import os
+import re
+import secrets
 import shutil
+import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from kvferry.engine.vllm.start.weights import write_manifest
 from kvferry.errors import ConfigError, UnavailableError
-from kvferry.hub_model import marker
-from kvferry.hub_model.download import FIRST_PAUSE_S, MAX_FAILURES, Downloads, Pause
-from kvferry.hub_model.listing import Listing, list_model
-from kvferry.hub_model.staging import Report, Staging, claimed
+from kvferry.hub_model.marker import MARKER, Marker, sync_folder, why_not_whole, write
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoFile
+
+    from kvferry.hub_model.hub import Hub
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 PROGRESS_S = 5.0
-LIST_TIMEOUT_S = 60.0
+REPORT_S = 15.0  # between two lines of a process that waits for another one
+MAX_FAILURES = 6  # without another file
+MAX_MISMATCHES = 3  # times that files have other hashes than the hub says
+FIRST_PAUSE_S = 2.0  # after a failure; each further one doubles it
+MAX_OPENS = 20  # of the lock
+_WAIT_S = 0.5  # between two looks at another process
+_NUM_AT_ONCE = 4
 _GIB = 1 << 30
 _SPARE_BYTES = 64 << 20  # for the marker, digests and the file system's own
+_LOCK = "lock"
+
+Report = Callable[[str], None]
+Pause = Callable[[float], None]
+_Result = TypeVar("_Result")
 
 
 def fill(
@@ -33,66 +53,243 @@ def fill(
     report: Report,
     endpoint: str = DEFAULT_ENDPOINT,
     token: str = "",
-    pause: Pause = threading.Event.wait,
+    pause: Pause = time.sleep,
 ) -> None:
     """Raises ConfigError where another try is in vain, UnavailableError where it goes on with what is there."""
-    # In a folder beside it, which gets the name when it is whole.
-    if not marker.why_not_whole(folder, model, revision):
+    if not re.fullmatch(r"[!-~]*", token):
+        raise ConfigError("the token in HF_TOKEN has a line break, a blank or another character that no token has")
+    if not _why_to_fill(folder, model, revision):
         report(f"{folder} holds {model} at {revision} already")
         return
+    # In a folder beside it, which gets the name when it is whole.
     partial = folder.with_name(f".{folder.name}.partial")
     try:
+        with _locked(partial, report):
+            if not _why_to_fill(folder, model, revision):  # another process did, while this one waited
+                report(f"{folder} holds {model} at {revision} now")
+            else:
+                from kvferry.hub_model.hub import Hub
+
+                with Hub(model, revision, endpoint=endpoint, token=token) as hub:
+                    commit, files = _tried(hub.files, lambda: 0, report, pause)
+                    download = _Download(hub, commit, files, _own_tree(partial))
+                    download.refuse_a_small_volume()
+                    with download.progress(f"{model} at {revision}", report):
+                        _tried(download.run, download.num_files, report, pause)
+                _finish(download, Marker(model, revision, commit, {}), report)
+                _give_name(download.tree, folder, is_over=lambda: not why_not_whole(folder, model, revision))
+                report(f"{folder} holds {model} at {revision} (commit {commit}), {_gib(download.num_bytes())}")
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise words_of_drive(error, partial) from None
+
+
+def _why_to_fill(folder: Path, model: str, revision: str) -> str:
+    why = why_not_whole(folder, model, revision)
+    if why and os.path.lexists(folder / MARKER):
+        raise UnavailableError(f"{folder} has a {MARKER}, and another folder cannot take its place: {why}")
+    return why
+
+
+@contextlib.contextmanager
+def _locked(partial: Path, report: Report) -> Iterator[None]:
+    """Wait until no other process has the lock. Raises OSError."""
+    descriptor = _opened_lock(partial, report)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _opened_lock(partial: Path, report: Report) -> int:
+    lock = partial / _LOCK
+    for _ in range(MAX_OPENS):
         if partial.is_symlink():
             partial.unlink()
-        partial.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{partial} cannot be made by user {os.geteuid()}: {error.strerror}") from None
+        try:
+            # The process that has it removes both when the model is whole.
+            partial.mkdir(parents=True, exist_ok=True)
+            _sweep(partial)
+            descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        except FileNotFoundError:
+            continue
+        _wait_for(descriptor, report)
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), lock.lstat()):
+                return descriptor
+        os.close(descriptor)
+    raise UnavailableError(f"{lock} was removed {MAX_OPENS} times before this process had it")
 
-    def is_over() -> bool:
-        # By another process, while this one waited.
-        return not marker.why_not_whole(folder, model, revision)
 
-    with claimed(partial, report, is_over=is_over) as staging:
-        if staging is None:
-            report(f"{folder} holds {model} at {revision} now")
+def _wait_for(descriptor: int, report: Report) -> None:
+    reported_s = -math.inf
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        listing = _list(model, revision, endpoint, token, report=report, pause=pause)
-        tree = _own_tree(staging, f"tree-{listing.key(model)}")
-        parts = staging.folder / "parts"
-        _drop_all_but({tree, parts, *staging.own_files}, staging.folder)
-        parts.mkdir(exist_ok=True)
-        downloads = Downloads(
-            listing.files,
-            tree,
-            parts,
-            staging,
-            endpoint=endpoint,
-            path=f"{model}/resolve/{listing.commit}",
-            token=token,
-            pause=pause,
-        )
-        _drop_all_but(downloads.part_files(), parts)
-        _refuse_a_small_volume(downloads.missing_bytes(), staging.folder)
-        with _progress(downloads, f"{model} at {revision}", report):
-            downloads.run()
-        _finish(tree, staging, listing, model, revision, report)
-        _give_name(tree, staging, folder, is_over=is_over)
-        shutil.rmtree(staging.folder, ignore_errors=True)
-    report(f"{folder} holds {model} at {revision} (commit {listing.commit}), {_gib(downloads.num_bytes)}")
+        except BlockingIOError:
+            if time.monotonic() - reported_s >= REPORT_S:
+                report("another process fills the same folder: waiting for it")
+                reported_s = time.monotonic()
+            time.sleep(_WAIT_S)
+        except OSError as error:
+            report(f"this file system has no locks ({error.strerror})")
+            return
 
 
-def _own_tree(staging: Staging, name: str) -> Path:
-    # Of a process that is gone, or only slow: what it still writes under the old name is lost.
-    tree = staging.folder / f"{name}.{staging.token}"
-    for old in staging.folder.glob(f"{name}.*"):
-        if not tree.exists():
+def _sweep(folder: Path) -> None:
+    """Remove what is neither a folder nor a file of one name: it may lead elsewhere, or block its reader."""
+    for root, folders, files in os.walk(folder):
+        for path in (Path(root, name) for name in [*folders, *files]):
+            with contextlib.suppress(FileNotFoundError):
+                found = path.lstat()
+                if not stat.S_ISDIR(found.st_mode) and not (stat.S_ISREG(found.st_mode) and found.st_nlink == 1):
+                    path.unlink()
+
+
+def _own_tree(partial: Path) -> Path:
+    # With a name of its own. Where locks hold for one node alone, another process may still write under the old name.
+    tree = partial / f"tree-{secrets.token_hex(8)}"
+    for old in partial.iterdir():
+        if old.name.startswith("tree-") and not tree.exists():
             old.rename(tree)
+        elif old.is_dir():
+            shutil.rmtree(old)
+        elif old.name != _LOCK:
+            old.unlink()
     tree.mkdir(exist_ok=True)
     return tree
 
 
-def _give_name(tree: Path, staging: Staging, folder: Path, *, is_over: Callable[[], bool]) -> None:
-    staging.check()
+def _tried(step: Callable[[], _Result], progress: Callable[[], int], report: Report, pause: Pause) -> _Result:
+    """Repeat a step that raises UnavailableError, up to MAX_FAILURES times without more progress than ever."""
+    most = num_failures = 0
+    while True:
+        try:
+            return step()
+        except UnavailableError as error:
+            num_failures = 1 if progress() > most else num_failures + 1
+            most = max(most, progress())
+            if num_failures >= MAX_FAILURES:
+                raise
+            report(f"{error.message}; try {num_failures} of {MAX_FAILURES}")
+            pause(max(FIRST_PAUSE_S * 2 ** (num_failures - 1), error.retry_after_s or 0))
+
+
+class _Download:
+    """Files of one commit, into `tree`."""
+
+    def __init__(self, hub: Hub, commit: str, files: Sequence[RepoFile], tree: Path) -> None:
+        self.tree = tree
+        self.paths = {each.path: tree / each.path for each in files}
+        self._hub = hub
+        self._commit = commit
+        self._files = files
+        self._total_bytes = sum(each.size or 0 for each in files)  # a mirror may list no sizes
+        self._right: set[str] = set()
+        self._num_mismatches = 0
+        # What another revision left is compared, by what huggingface_hub wrote down of it, or dropped.
+        self.drop_others(keeps_metadata=True)
+
+    def run(self) -> None:
+        """Return when each file has the hash that the hub says."""
+        self._hub.download(self._commit, self.tree)
+        if missing := [path for path, file in self.paths.items() if not file.is_file()]:
+            raise UnavailableError(f"the hub did not answer for {len(missing)} files, such as {missing[0]}")
+        left = [each for each in self._files if each.path not in self._right]
+        with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
+            wrong = [
+                each.path for each, is_right in zip(left, pool.map(self._is_right, left), strict=True) if not is_right
+            ]
+        if wrong:
+            self._num_mismatches += 1
+            said = f"{wrong[0]} does not have the hash that the hub says"
+            if self._num_mismatches == MAX_MISMATCHES:
+                raise ConfigError(f"{said}, {MAX_MISMATCHES} times: the hub, or a proxy, changes it")
+            raise UnavailableError(said)
+
+    def _is_right(self, file: RepoFile) -> bool:
+        path = self.paths[file.path]
+        path.chmod(0o644)
+        if self._hub.has_hash(file, path):
+            self._right.add(file.path)
+            return True
+        path.unlink()
+        return False
+
+    def num_files(self) -> int:
+        return sum(file.is_file() for file in self.paths.values())
+
+    def num_bytes(self) -> int:
+        """Of the files that are there, and of those that huggingface_hub has begun."""
+        num_bytes = 0
+        for file in (*self.paths.values(), *self.tree.glob(".cache/huggingface/**/*.incomplete")):
+            with contextlib.suppress(FileNotFoundError):
+                num_bytes += file.stat().st_size
+        return num_bytes
+
+    def drop_others(self, *, keeps_metadata: bool = False) -> None:
+        """Remove each file that is not one of the commit, and folders without files."""
+        for root, _, names in os.walk(self.tree, topdown=False):
+            for file in (Path(root, name) for name in names):
+                path = file.relative_to(self.tree).as_posix()
+                if path not in self.paths and not (keeps_metadata and path.endswith(".metadata")):
+                    file.unlink()
+            if not any(Path(root).iterdir()) and Path(root) != self.tree:
+                Path(root).rmdir()
+
+    def refuse_a_small_volume(self) -> None:
+        missing_bytes = self._total_bytes - self.num_bytes()
+        free_bytes = shutil.disk_usage(self.tree).free
+        if missing_bytes + _SPARE_BYTES > free_bytes:
+            raise ConfigError(
+                f"{_gib(missing_bytes)} are to be downloaded, and {self.tree.parent.parent} has {_gib(free_bytes)} "
+                "free: give its volume more space, and start this again"
+            )
+
+    @contextlib.contextmanager
+    def progress(self, what: str, report: Report) -> Iterator[None]:
+        over = threading.Event()
+        first_bytes, started_s = self.num_bytes(), time.monotonic()
+
+        def line() -> str:
+            there = self.num_bytes()
+            percent = 100 * min(there, self._total_bytes) // max(1, self._total_bytes)
+            rate = max(0, there - first_bytes) / max(0.001, time.monotonic() - started_s)
+            left = f", {max(0, self._total_bytes - there) / rate:.0f} s left" if rate > 0 else ""
+            return f"{what}: {_gib(there)} of {_gib(self._total_bytes)} ({percent} %), {rate / 1e6:.1f} MB/s{left}"
+
+        def repeat() -> None:
+            while not over.wait(PROGRESS_S):
+                report(line())
+
+        report(line())
+        reporter = threading.Thread(target=repeat, name="download-progress", daemon=True)
+        reporter.start()
+        try:
+            yield
+        finally:
+            over.set()
+            reporter.join()
+            report(line())
+
+
+def _finish(download: _Download, marker: Marker, report: Report) -> None:
+    tree = download.tree
+    _sweep(tree)
+    download.drop_others()
+    with contextlib.suppress(ConfigError):  # nothing but a tokenizer, perhaps
+        report("reading the weights, so that no worker has to before it serves")
+        write_manifest(tree)
+    for folder in (each for each in [tree, *tree.rglob("*")] if each.is_dir()):
+        folder.chmod(0o755)
+        sync_folder(folder)
+    # Of the drive: the hash was right, and a mirror may list no sizes.
+    sizes_bytes = {path: file.lstat().st_size for path, file in download.paths.items()}
+    write(tree, Marker(marker.model, marker.revision, marker.commit, sizes_bytes))
+
+
+def _give_name(tree: Path, folder: Path, *, is_over: Callable[[], bool]) -> None:
     try:
         with contextlib.suppress(FileNotFoundError):
             folder.rmdir()  # an empty one is in nobody's way
@@ -100,85 +297,15 @@ def _give_name(tree: Path, staging: Staging, folder: Path, *, is_over: Callable[
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not is_over():
             raise
-    marker.sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
-def _list(model: str, revision: str, endpoint: str, token: str, *, report: Report, pause: Pause) -> Listing:
-    never = threading.Event()
-    for number in range(1, MAX_FAILURES + 1):
-        try:
-            return list_model(model, revision, endpoint=endpoint, token=token, timeout_s=LIST_TIMEOUT_S)
-        except UnavailableError as error:
-            if number == MAX_FAILURES:
-                raise
-            report(f"{error.message}; try {number} of {MAX_FAILURES}")
-            pause(never, max(FIRST_PAUSE_S * 2 ** (number - 1), error.retry_after_s or 0))
-    raise AssertionError("unreachable")
-
-
-def _drop_all_but(wanted: set[Path], folder: Path) -> None:
-    for each in set(folder.iterdir()) - wanted:
-        if each.is_dir() and not each.is_symlink():
-            shutil.rmtree(each)
-        else:
-            each.unlink()
-
-
-def _refuse_a_small_volume(missing_bytes: int, staging: Path) -> None:
-    free_bytes = shutil.disk_usage(staging).free
-    if missing_bytes + _SPARE_BYTES > free_bytes:
-        raise ConfigError(
-            f"{_gib(missing_bytes)} are to be downloaded, and {staging.parent} has {_gib(free_bytes)} free: give its "
-            "volume more space, and start this again"
-        )
-
-
-def _finish(tree: Path, staging: Staging, listing: Listing, model: str, revision: str, report: Report) -> None:
-    staging.check()
-    staging.sweep(tree)
-    wanted = {file.path for file in listing.files}
-    for file in [each for each in tree.rglob("*") if not each.is_dir()]:
-        if file.relative_to(tree).as_posix() not in wanted:
-            file.unlink()  # digests and the marker of a try that ended here
-    for listed in listing.files:
-        if not (tree / listed.path).is_file() or (tree / listed.path).stat().st_size != listed.size_bytes:
-            raise UnavailableError(f"{tree / listed.path} was changed by somebody else")
-    with contextlib.suppress(ConfigError):  # nothing but a tokenizer, perhaps
-        report("reading the weights, so that no worker has to before it serves")
-        write_manifest(tree)
-    for folder in (each for each in [tree, *tree.rglob("*")] if each.is_dir()):
-        folder.chmod(0o755)
-        marker.sync_folder(folder)
-    sizes = {file.path: file.size_bytes for file in listing.files}
-    marker.write(tree, marker.Marker(model, revision, listing.commit, sizes))
-
-
-@contextlib.contextmanager
-def _progress(downloads: Downloads, what: str, report: Report) -> Iterator[None]:
-    over = threading.Event()
-    missing_first, started_s = downloads.missing_bytes(), time.monotonic()
-
-    def line() -> str:
-        missing = downloads.missing_bytes()
-        there = downloads.num_bytes - missing
-        percent = 100 * there // max(1, downloads.num_bytes)
-        rate = (missing_first - missing) / max(0.001, time.monotonic() - started_s)
-        left = f", {missing / rate:.0f} s left" if rate > 0 else ""
-        return f"{what}: {_gib(there)} of {_gib(downloads.num_bytes)} ({percent} %), {rate / 1e6:.1f} MB/s{left}"
-
-    def repeat() -> None:
-        while not over.wait(PROGRESS_S):
-            report(line())
-
-    report(line())
-    reporter = threading.Thread(target=repeat, name="download-progress", daemon=True)
-    reporter.start()
-    try:
-        yield
-    finally:
-        over.set()
-        reporter.join()
-        report(line())
+def words_of_drive(error: OSError, folder: Path) -> ConfigError | UnavailableError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ConfigError(f"{folder} is full ({error.strerror}): give its volume more space, and start this again")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return ConfigError(f"{folder} cannot be written by user {os.geteuid()}: {error.strerror}")
+    return UnavailableError(f"{error.filename or folder}: {error.strerror or error} (user {os.geteuid()})")
 
 
 def _gib(num_bytes: int) -> str:
