@@ -31,7 +31,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs" / "operator"
 _HEAD = """\
 # Configuration
 
-Generated from `services/kvferry/config.py` by `make config-doc`; `make check` says when it is not up to date.
+Generated from `services/kvferry/config/` by `make config-doc`; `make check` says when it is not up to date.
 
 Every key of a YAML file (`kvferry up --config FILE`), of the environment (`KVFERRY__GATEWAY__HTTP_PORT=8001`), of flags
 (`--set gateway.http_port=8001`), and of the chart's value `config`. Later sources win, in this order. An unknown key or
@@ -381,7 +381,13 @@ def _default(field: FieldInfo) -> str:
 
 def _comments() -> dict[str, str]:
     """`Class.field` -> its comment: what stands above it, then what stands beside it."""
-    source = Path(inspect.getsourcefile(configuration) or "").read_text(encoding="utf-8")
+    found: dict[str, str] = {}
+    for file in sorted(Path(inspect.getsourcefile(configuration) or "").parent.glob("*.py")):
+        found |= _comments_of(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _comments_of(source: str) -> dict[str, str]:
     lines = source.splitlines()
     found = {}
     for node in ast.parse(source).body:

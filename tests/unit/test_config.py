@@ -591,6 +591,24 @@ def test_models_that_make_no_sense_are_refused(sections: dict[str, Any], said: s
     assert said in fault(**{"engine": {"kind": "sim"}, **sections})
 
 
+def test_faults_of_an_entry_name_it_also_where_they_speak_of_several_settings() -> None:
+    pages = {"name": "a", "model": {"path": "m", "dtype": "float32"}, "engine": {"kv_cache_dtype": "bfloat16"}}
+    assert fault(models=[pages]).startswith(
+        "models[0].engine.kv_cache_dtype: allowed are auto, and bfloat16 with models[0].model.dtype: bfloat16"
+    )
+    two = fault(models=[{"name": "a", "engine": {"block_size": 0, "threads": 0}}]).splitlines()
+    assert [line.partition(":")[0] for line in two] == ["models[0].engine.block_size", "models[0].engine.threads"]
+    assert fault(models=[{"name": "a", "model": {"path": "m"}, "engine": {"block_size": 8}}]).startswith(
+        "models[0].engine: block_size 8 must be a multiple of 32"
+    )
+
+
+@pytest.mark.parametrize("key", ["gateway.sse_keep_alive_s", "worker.heartbeat_s", "tier.breaker_retry_s"])
+def test_a_limit_that_nobody_decides_is_no_key(key: str) -> None:
+    section, _, name = key.partition(".")
+    assert fault(**{section: {name: 1}}).startswith(f"{key}: unknown key (value 1)")
+
+
 def test_shares_of_100_per_cent_are_taken_whatever_their_sum_is_in_binary() -> None:
     shares = {"a": 33.1, "b": 33.2, "c": 33.7}
     assert sum(shares.values()) > 100

@@ -221,8 +221,7 @@ def why_in_conflict(
         return f"{keys['numa_bind_nodes']}: expected a node for each of {ranks} ranks, not {len(nodes)}"
     context, threshold = settings["max_model_len"], whole(args.get("long_prefill_token_threshold"))
     if context is not None and threshold is not None and threshold > context:
-        return (
-            f"{keys['long_prefill_token_threshold']}: expected at most model.max_model_len ({context}), not {threshold}"
-        )
+        key, most_key = keys["long_prefill_token_threshold"], keys["max_model_len"]
+        return f"{key}: expected at most {most_key} ({context}), not {threshold}"
     reason = why_no_loading(args)
     return f"{keys[LOADER_OPTIONS]}.{reason}" if reason else ""

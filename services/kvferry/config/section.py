@@ -1,0 +1,121 @@
+"""What sections share: TLS, and the words of a fault."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+def absolute(path: Path) -> Path:
+    if not path.is_absolute():
+        raise ValueError("expected an absolute path: every process of a node must find the same one")
+    return path
+
+
+class TlsConfig(Section):
+    """Mutual TLS: each side shows `cert_file` and accepts certificates of `ca_file`. Set all three files or none."""
+
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    ca_file: Path | None = None
+    server_name: str = ""  # the name every worker's certificate carries; empty: the address that is dialled
+
+    @property
+    def enabled(self) -> bool:
+        return self.cert_file is not None
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> TlsConfig:
+        files = {"cert_file": self.cert_file, "key_file": self.key_file, "ca_file": self.ca_file}
+        missing = [name for name, file in files.items() if file is None]
+        if missing and len(missing) < len(files):
+            raise ValueError(f"cert_file, key_file and ca_file go together; missing: {', '.join(missing)}")
+        if missing and self.server_name:
+            raise ValueError("server_name needs cert_file, key_file and ca_file")
+        return self
+
+
+class ServerTlsConfig(Section):
+    """TLS of client-facing listeners. With `client_ca_file`, clients must show a certificate that it signed."""
+
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    client_ca_file: Path | None = None
+
+    @property
+    def enabled(self) -> bool:
+        return self.cert_file is not None
+
+    @model_validator(mode="after")
+    def _pairs(self) -> ServerTlsConfig:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together")
+        if self.client_ca_file is not None and self.cert_file is None:
+            raise ValueError("client_ca_file needs cert_file and key_file: clients show certificates over TLS only")
+        return self
+
+
+_TYPE_TO_WORDS = {
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping of settings",
+}
+
+
+def key_of(path: Sequence[str | int]) -> str:
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")
+
+
+def explain(fault: ErrorDetails, key: str, root: type[BaseModel]) -> str:
+    """Describe one fault in one line: key, value, what is allowed. The fault's path begins at `root`."""
+    path, value = fault["loc"], fault["input"]
+    match fault["type"]:
+        case "extra_forbidden":
+            allowed = _keys_beside(path, root)
+            close = difflib.get_close_matches(str(path[-1]), allowed, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            return f"{key}: unknown key (value {value!r}){hint} Allowed here: {', '.join(allowed)}"
+        case "value_error":
+            message = str(fault["ctx"]["error"])
+            # A validator of a list or a mapping names the entry that is wrong; the whole value would only repeat it.
+            return f"{key}: {message}" if isinstance(value, dict | list) else f"{key}: {message}, not {value!r}"
+        case "string_type" if isinstance(value, bool | int | float):
+            # Floats are not written as they were: 12e4 is 120000.0.
+            sample = "" if isinstance(value, float) else f", as in {key}='\"{value}\"'"
+            message = f"expected a text: quote it{sample}"
+        case type_ if type_ in _TYPE_TO_WORDS:
+            message = f"expected {_TYPE_TO_WORDS[type_]}"
+        case _:
+            message = fault["msg"]
+    return f"{key}: {message}" if isinstance(value, dict) else f"{key}: {message}, not {value!r}"
+
+
+def _keys_beside(path: Sequence[str | int], root: type[BaseModel]) -> list[str]:
+    section = root
+    is_in_mapping = False
+    for part in path[:-1]:
+        if is_in_mapping or isinstance(part, int):
+            is_in_mapping = False
+            continue  # an entry of the list or mapping before it
+        annotation: Any = section.model_fields[part].annotation
+        if get_origin(annotation) is tuple:
+            annotation = get_args(annotation)[0]
+        elif get_origin(annotation) is dict:
+            is_in_mapping, annotation = True, get_args(annotation)[1]
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        section = annotation
+    return sorted(section.model_fields)
