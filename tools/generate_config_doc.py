@@ -39,6 +39,39 @@ a bad value is refused by name; `kvferry config` prints what would be used. The 
 value `config` does not take them, but for `models` and `pools`, and [the last section](#what-the-chart-has-instead)
 names its own.
 """
+# What most clusters set, in this order; the page begins with these keys.
+COMMON = (
+    "name",
+    "log_level",
+    "model.path",
+    "model.served_name",
+    "model.max_model_len",
+    "engine.device",
+    "engine.kv_cache_gib",
+    "engine.gpu_memory_utilization",
+    "engine.max_num_seqs",
+    "engine.tensor_parallel_size",
+    "prefill.replicas",
+    "prefill.num_gpus",
+    "decode.replicas",
+    "decode.num_gpus",
+    "gateway.replicas",
+    "gateway.host",
+    "gateway.http_port",
+    "gateway.grpc_port",
+    "gateway.keys_file",
+    "gateway.tenants_in_etcd",
+    "gateway.max_requests",
+    "gateway.request_timeout_s",
+    "gateway.queue_timeout_s",
+    "worker.max_requests",
+    "membership.endpoints",
+    "tier.enabled",
+    "tier.cpu_gib",
+    "tier.volumes",
+    "metrics.host",
+    "tracing.endpoint",
+)
 # What of the chart's values stands for the keys that it decides about; empty: nothing, the chart knows.
 _COUNTERPARTS = {
     "insecure": "insecure",
@@ -215,6 +248,7 @@ that have the same value: `dummy` has random weights, `fastsafetensors` and `ins
 alone and were not tried, `pt`, `npcache`, `mistral`, `sharded_state` and `tensorizer` read other files.
 """
 
+_TABLE = ("| key | type | default | meaning |", "|---|---|---|---|")
 _EXPECTED_HEAD = (
     "Of free and equal arguments. Of any argument, an empty text or list is refused, and so are whole numbers beyond "
     "64 bits, texts with NUL, and lists and mappings more than 16 deep. vLLM takes many of the values that are refused "
@@ -259,18 +293,27 @@ def arguments_page() -> str:
 
 def page() -> str:
     comments = _comments()
-    parts = [_HEAD]
+    sections, key_to_row = [], {}
     for prefix, model in _sections(configuration.ClusterConfig):
         title = f"`{prefix}`" if prefix else "Top level"
-        lines = [f"## {title}", ""]
+        lines, rows, above = [f"## {title}", ""], [], []
         if model.__doc__ and model.__doc__ != BaseModel.__doc__ and prefix:
             lines += [" ".join(inspect.cleandoc(model.__doc__).split()), ""]
-        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for name, field in model.model_fields.items():
-            if _model_of(field) is None or _is_container(field):
-                lines.append(_row(prefix, name, field, comments.get(f"{model.__name__}.{name}", "")))
-        if len(lines) > 4:
-            parts.append("\n".join(lines) + "\n")
+            if _model_of(field) is not None and not _is_container(field):
+                continue
+            key, comment = f"{prefix}.{name}".lstrip("."), comments.get(f"{model.__name__}.{name}", "")
+            if key in COMMON:
+                above.append(f"`{name}`")
+                key_to_row[key] = _row(key, key, field, comment)
+            else:
+                rows.append(_row(key, name, field, comment))
+        if above:
+            lines += [f"[Above](#what-most-clusters-set): {', '.join(above)}.", ""]
+        if rows:
+            sections.append("\n".join([*lines, *_TABLE, *rows]) + "\n")
+    rows = [key_to_row[key] for key in COMMON]  # a KeyError names what is no key
+    parts = [_HEAD, "\n".join(["## What most clusters set", "", *_TABLE, *rows]) + "\n", *sections]
     parts.append("\n".join(["## What the chart has instead", "", *_counterparts()]) + "\n")
     return "\n".join(parts)
 
@@ -314,8 +357,8 @@ def _is_container(field: FieldInfo) -> bool:
     return get_origin(field.annotation) in (dict, tuple)
 
 
-def _row(prefix: str, name: str, field: FieldInfo, comment: str) -> str:
-    mark = " †" if _chart_decides(f"{prefix}.{name}".lstrip(".")) else ""
+def _row(key: str, name: str, field: FieldInfo, comment: str) -> str:
+    mark = " †" if _chart_decides(key) else ""
     meaning = comment.replace("|", "\\|") or "–"
     return f"| `{name}`{mark} | {_type(field.annotation)}{_limits(field)} | {_default(field)} | {meaning} |"
 

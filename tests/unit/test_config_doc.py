@@ -14,12 +14,15 @@ generate_config_doc = load_tool("generate_config_doc")
 
 def rows() -> dict[str, bool]:
     """Path of each key -> whether the page says that the chart decides it."""
-    found, section = {}, ""
+    found: dict[str, bool] = {}
+    section = ""
     for line in generate_config_doc.page().splitlines():
-        if title := re.fullmatch(r"## (?:`(.+)`|Top level)", line):
+        if title := re.fullmatch(r"## (?:`(.+)`|.+)", line):
             section = title[1] or ""
-        elif row := re.match(r"\| `(\w+)`( †)? \|", line):
-            found[f"{section}.{row[1]}".lstrip(".")] = bool(row[2])
+        elif row := re.match(r"\| `([\w.]+)`( †)? \|", line):
+            key = f"{section}.{row[1]}".lstrip(".")
+            assert key not in found, "no key stands twice"
+            found[key] = bool(row[2])
     return found
 
 
@@ -40,6 +43,11 @@ def keys(schema: dict[str, Any], definitions: dict[str, Any], path: str = "") ->
 def test_every_key_is_in_the_page() -> None:
     schema = ClusterConfig.model_json_schema()
     assert set(rows()) == set(keys(schema, schema["$defs"]))
+
+
+def test_the_page_begins_with_the_keys_that_most_clusters_set() -> None:
+    common = generate_config_doc.COMMON
+    assert tuple(rows())[: len(common)] == common
 
 
 def test_keys_that_the_chart_decides_are_those_that_its_schema_does_not_take() -> None:
