@@ -253,7 +253,7 @@ class SimEngine:
     def tenant_usages(self) -> Mapping[str, Mapping[str, TenantUsage]]:
         return {}
 
-    def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
+    async def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
         pass
 
     def own_metrics(self) -> Iterable[Any]:

@@ -363,7 +363,7 @@ async def test_floors_of_device_cpu_tier_and_volume_survive_a_flood_of_ten_times
     expected = await world.expected(prompt)
     assert world.decode.info.page_bytes == PAGE_BYTES
     # What other engines gave of their parts of this tenant's floors.
-    world.decode.set_floors({"cpu": {"moved": 0.4}, "device": {"moved": 0.25}})
+    await world.decode.set_floors({"cpu": {"moved": 0.4}, "device": {"moved": 0.25}})
     for name in ("gold", "moved", "plain"):
         tokens, _ = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
         assert tokens == expected

@@ -114,10 +114,6 @@ class TierHints(msgspec.Struct, frozen=True):
     wanted_s: float | None = None
 
 
-# A version, which requests may bring out of order, and parts of an engine's tiers by tier and tenant.
-NewFloors = tuple[int, Mapping[str, Mapping[str, float]]]
-
-
 class Turn(msgspec.Struct, frozen=True):
     """Whose turn a request waits for at a worker."""
 
@@ -510,10 +506,10 @@ class Engine(Protocol):
         """Return what tenants hold, in pages, by tier and tenant; empty for an engine that keeps no contracts."""
         ...
 
-    def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
+    async def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
         """Replace floors of tenants, by tier and tenant, as parts of the tier; others have those of their contracts.
 
-        They count from the next request on. An engine that keeps no contracts ignores them.
+        They hold when it returns, also in an idle engine. One that keeps no contracts, or has died, ignores them.
         """
         ...
 

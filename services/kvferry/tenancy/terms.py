@@ -217,7 +217,6 @@ class KnownTerms:
         return self._contracts
 
     def _with_moved(self, tenant: str, terms: TierTerms) -> TierTerms:
-        # A floor that was taken away since is not brought back.
-        if not terms.floor or (floor := self._moved.get(tenant)) is None:
+        if (floor := self._moved.get(tenant)) is None:
             return terms
         return msgspec.structs.replace(terms, floor=min(floor, terms.cap))

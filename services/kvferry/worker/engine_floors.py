@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Final
 
 from kvferry.membership.base import Record, RecordStore
@@ -19,7 +19,7 @@ from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, MAX_FLOORS, TierTerms, 
 log = logging.getLogger(__name__)
 
 PERIOD_S: Final = 10.0
-PAUSE_S: Final = 1.0  # at least, where records change one after another
+PAUSE_S: Final = 0.5  # at least, where records change one after another: an engine has a change within a second
 WITHDRAWAL_S: Final = 1.0  # at most, at the end of a worker
 FORGET_S: Final = 600.0  # as `FloorReports`: workers have new names after each start
 # Reports have a part for each worker, and each worker reads all. Those of 64 are 1 MB/s for etcd.
@@ -40,7 +40,7 @@ class EngineFloors:
         worker_id: str,
         capacities: Mapping[str, int],
         prompt_tokens: Callable[[], Mapping[str, int]],
-        apply: Callable[[Mapping[str, Mapping[str, float]]], None],
+        apply: Callable[[Mapping[str, Mapping[str, float]]], Awaitable[None]],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`capacities`: bytes by tier. `prompt_tokens`: of ended requests, by tenant. `apply`: `Engine.set_floors`."""
@@ -98,9 +98,8 @@ class EngineFloors:
         for tier in self._tiers:
             moved = await tier.step(parts[tier.name], demand, self._now_s)
             floors[tier.name] = {**tier.ended(parts[tier.name]), **moved}
-        # Before others hear of it: they may count on what is offered. An engine learns it with its next request, before
-        # which nothing is taken from anybody there.
-        self._apply(floors)
+        # Before others hear of it: they may count on what is offered.
+        await self._apply(floors)
         for tier in self._tiers:
             await tier.publish()
 

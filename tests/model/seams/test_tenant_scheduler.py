@@ -8,12 +8,13 @@ import inspect
 import random
 import re
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec import structs
 
-from kvferry.engine.base import NewFloors, TierHints
+from kvferry.engine.base import TierHints
 from kvferry.engine.vllm.start.arguments import ADAPTER_SCHEDULER, TENANT_SCHEDULER
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.pages.pool_pages import PoolPages
@@ -286,7 +287,6 @@ class Steps:
         max_tokens: int = 1,
         *,
         due: int = 0,
-        floors: NewFloors | None = None,
         adapter: int = 0,
     ) -> Any:
         from vllm.lora.request import LoRARequest
@@ -294,7 +294,7 @@ class Steps:
         from kvferry.engine.vllm.plugins.tier.request_tier_state import to_kv_hints
 
         request = self.requests.request(tokens, hints.namespace.tenant if hints is not None else "", max_tokens)
-        request.kv_hints = None if hints is None else to_kv_hints("r", hints, floors=floors)
+        request.kv_hints = None if hints is None else to_kv_hints("r", hints)
         request.priority = due
         if adapter:
             request.lora_request = LoRARequest(f"adapter-{adapter}", adapter, "/adapters")
@@ -362,16 +362,28 @@ def test_a_floor_that_came_from_another_engine_is_kept(vllm_config: Any, moved: 
     steps = Steps(vllm_config, is_async=False)
     steps.add(prompt_of(1, 18), acme)
     steps.run()
-    # The request of any tenant brings it, and one that was overtaken brings an older one.
-    steps.add(prompt_of(2, 1), noise, floors=None if moved is None else (2, {"device": {"acme": moved, "gone": 0.5}}))
-    steps.add(prompt_of(3, 1), noise, floors=None if moved is None else (1, {"device": {"acme": 0.4}}))
-    steps.run()
+    if moved is not None:
+        steps.scheduler.move_floors({"device": {"acme": moved, "gone": 0.5}})
     floor = int(NUM_BLOCKS - 1) * (0.25 if moved is None else moved)
     assert steps.scheduler._pages._contracts["acme"].floor == floor
     for number in range(50):
         steps.add(prompt_of(1000 + number, 8), noise)
         steps.run()
     assert steps.scheduler._pages.holding_of("acme").used == min(18, floor)
+
+
+def test_an_idle_engine_has_a_changed_floor_at_once(vllm_config: Any) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    from kvferry.engine.vllm.plugins.tenant_scheduler import SET_FLOORS
+
+    steps = Steps(vllm_config, is_async=False)
+    steps.add(prompt_of(1, 18), TierHints(Namespace("acme"), terms=EngineTerms(cpu=TierTerms(), device=TierTerms())))
+    steps.run()
+    core = SimpleNamespace(scheduler=steps.scheduler)
+    for floor in (0.5, 0.25, 0.0):
+        getattr(EngineCore, SET_FLOORS)(core, {"device": {"acme": floor}})
+        assert steps.scheduler._pages._contracts["acme"].floor == int((NUM_BLOCKS - 1) * floor)
 
 
 @pytest.mark.parametrize("is_async", [False, True])

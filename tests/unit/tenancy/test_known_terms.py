@@ -28,7 +28,7 @@ def test_floors_that_follow_demand_take_the_place_of_those_in_terms() -> None:
     contracts = known.move({"a": 0.75, "b": 0.1, "unknown": 0.1})
     assert contracts is not None
     assert (contracts["a"].floor, contracts["a"].cap) == (50, 50), "no more than it may hold"
-    assert contracts["b"].floor == 0, "a floor that its terms do not have"
+    assert contracts["b"].floor == 10, "its terms may be older than its floor"
     assert contracts.keys() == {"a", "b"}
     assert known.move({"a": 0.75, "b": 0.1, "unknown": 0.1}) is None
     assert known.learn("a", TierTerms(floor=0.25, cap=0.5)) is None

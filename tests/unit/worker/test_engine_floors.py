@@ -44,7 +44,7 @@ class Worker:
             now_s=clock,
         )
 
-    def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
+    async def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
         self.floors = floors
 
     def floor(self, tier: str = "device", tenant: str = "acme") -> float:
@@ -255,3 +255,17 @@ async def test_tenants_whose_floors_ended_are_limited(monkeypatch: pytest.Monkey
             await cluster.admin.set_tier(f"t{number}", "device", {"floor": 0.0})
     await cluster.rounds(1)
     assert worker.floors["device"] == {"t3": 0.0, "t4": 0.0, "t5": 0.05}
+
+
+async def test_an_idle_worker_applies_a_changed_floor_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_floors, "PERIOD_S", 600.0)  # no period ends in this test
+    cluster = Cluster(CAPACITY)
+    (worker,) = cluster.workers
+    await with_floor(cluster, device=0.1)
+    worker.side.start()
+    try:
+        for floor in (0.2, 0.3, 0.0):
+            await cluster.admin.set_tier("acme", "device", {"floor": floor})
+            await until(lambda floor=floor: worker.floor() == floor)  # type: ignore[misc]
+    finally:
+        await worker.side.close()

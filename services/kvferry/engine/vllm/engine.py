@@ -26,7 +26,6 @@ from kvferry.engine.base import (
     FinishReason,
     KvEventBatch,
     KvTransferStats,
-    NewFloors,
     PromptSources,
     RequestId,
     Sampling,
@@ -127,8 +126,6 @@ class VllmEngine:
         self._validator: StructuredOutputValidator | None = None
         self._folder: EngineFolder | None = None
         self._num_queued_prompt_tokens = 0
-        self._floors_version = 0
-        self._new_floors: NewFloors | None = None  # that the engine may not know yet
 
     @property
     def info(self) -> EngineInfo:
@@ -302,7 +299,6 @@ class VllmEngine:
         transfer = _transfer_params(request)
         finished = reached = has_output = False
         num_queued = 0 if request.transfer_params is not None else len(request.prompt_token_ids)
-        new_floors = self._new_floors
         self._num_queued_prompt_tokens += num_queued
         try:
             prompt = _prompt(request, llm, self._vocabulary)
@@ -316,8 +312,6 @@ class VllmEngine:
                 options["lora_request"] = await self._adapters.lora_request(request.adapter, llm)
             reached = True
             async for output in llm.generate(prompt, params, request_id, **options):
-                if new_floors is not None and self._new_floors is new_floors:
-                    self._new_floors = None
                 prompt.pop("mm_kwargs", None)  # the engine has them; vLLM keeps the prompt until the answer's end
                 if num_queued:
                     self._num_queued_prompt_tokens -= num_queued
@@ -371,11 +365,10 @@ class VllmEngine:
         if self._has_tenants:
             options["priority"] = min(round(request.due_ms * 1e3), _MAX_PRIORITY)  # the lowest first
         is_hinted = self._has_tenants or self._tier.enabled
-        floors = self._new_floors
-        if is_hinted and (request.tier is not None or request.trace is not None or floors is not None):
+        if is_hinted and (request.tier is not None or request.trace is not None):
             from kvferry.engine.vllm.plugins.tier.request_tier_state import to_kv_hints
 
-            options["kv_hints"] = to_kv_hints(request.request_id, request.tier or TierHints(), request.trace, floors)
+            options["kv_hints"] = to_kv_hints(request.request_id, request.tier or TierHints(), request.trace)
         return params, parsed, options
 
     async def _begin_parser(self, request: EngineRequest, params: SamplingParams) -> Begun:
@@ -445,10 +438,15 @@ class VllmEngine:
         usages: dict[str, dict[str, TenantUsage]] = self._stat_logger.tier_to_usages
         return usages
 
-    def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
-        if self._has_tenants:
-            self._floors_version += 1
-            self._new_floors = self._floors_version, floors
+    async def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
+        if not self._has_tenants or self._llm is None:
+            return
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        from kvferry.engine.vllm.plugins.tenant_scheduler import SET_FLOORS
+
+        with contextlib.suppress(EngineDeadError):  # `check_health` says it
+            await self._llm.engine_core.call_utility_async(SET_FLOORS, floors)
 
     def own_metrics(self) -> Iterable[Any]:
         from vllm.v1.metrics.prometheus import get_prometheus_registry

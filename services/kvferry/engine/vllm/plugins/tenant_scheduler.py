@@ -20,11 +20,12 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from kvferry.engine.vllm.plugins.adapter_turns import AdapterTurns, without
 from kvferry.engine.vllm.plugins.tenant_holdings import HoldingsReport
-from kvferry.engine.vllm.plugins.tier.request_tier_state import floors_of, hints_of
+from kvferry.engine.vllm.plugins.tier.request_tier_state import hints_of
 from kvferry.engine.vllm.plugins.tier.tenant_policy import TenantCachePolicy
 from kvferry.engine.vllm.plugins.tier.tier_connector import TierConnector
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
@@ -33,6 +34,7 @@ from kvferry.tenancy.pages.pool_pages import PoolPages
 from kvferry.tenancy.shares.step_order import Candidate, StepOrder, step_order
 from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, KnownTerms
 
+SET_FLOORS = "kvferry_set_floors"  # a utility of the engine core, which clients of vLLM call by its name
 MAX_EXPIRED_PER_STEP = 1024  # about 3 ms
 MAX_FIRST = 8  # waiting prompts that are looked at for a step
 _UNKNOWN = DEFAULT_NAMESPACE.tenant
@@ -160,7 +162,6 @@ class _TenantScheduling:
         self._pool = keep_tenants(self.kv_cache_manager)
         self._pages = self._pool.free_block_queue.pages
         self._terms = KnownTerms(DEVICE_TIER, self._pages.capacity)
-        self._floors_version = 0
         self._report = HoldingsReport()
         self._report.add(DEVICE_TIER, self._pages)
         self._cpu_tiers: list[TenantCachePolicy] = []
@@ -178,14 +179,10 @@ class _TenantScheduling:
             self._pool.wanted_s[request] = hints.wanted_s
         if hints.terms is not None and (contracts := self._terms.learn(tenant, hints.terms.device)) is not None:
             self._pages.configure(contracts)
-        if (floors := floors_of(request)) is not None:
-            self._move_floors(*floors)
         super().add_request(request)  # type: ignore[misc]
 
-    def _move_floors(self, version: int, floors: Mapping[str, Mapping[str, float]]) -> None:
-        if version <= self._floors_version:
-            return  # another request has overtaken this one
-        self._floors_version = version
+    def move_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
+        """Replace floors of tenants, by tier and tenant, as parts of the tier. Idle engines do so too."""
         if (contracts := self._terms.move(floors.get(DEVICE_TIER, {}))) is not None:
             self._pages.configure(contracts)
         for policy in self._cpu_tiers:
@@ -290,6 +287,14 @@ class _TenantScheduling:
                 self.running.extend(order.paused)
                 self.max_num_active_reqs += len(paused)
                 self._pool.has_paused = False
+
+
+def _set_floors(core: Any, floors: Mapping[str, Mapping[str, float]]) -> None:
+    core.scheduler.move_floors(floors)
+
+
+# vLLM has no registry of utilities: it looks for a method of the engine core. This module is loaded in its process.
+setattr(EngineCore, SET_FLOORS, _set_floors)
 
 
 def connectors_of(connector: Any) -> Sequence[Any]:

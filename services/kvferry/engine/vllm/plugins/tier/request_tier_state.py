@@ -9,7 +9,7 @@ import msgspec
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
-from kvferry.engine.base import NewFloors, TierHints
+from kvferry.engine.base import TierHints
 from kvferry.observability.tracing import TraceContext
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.tenancy.namespace import Namespace
@@ -23,7 +23,6 @@ def to_kv_hints(
     request_id: str,
     hints: TierHints,
     trace: TraceContext | None = None,
-    floors: NewFloors | None = None,
 ) -> KvHintsEnvelope:
     payload = {
         "tenant": hints.namespace.tenant,
@@ -33,7 +32,6 @@ def to_kv_hints(
         "terms": None if hints.terms is None else msgspec.to_builtins(hints.terms),
         "wanted_s": hints.wanted_s,
         "trace": None if trace is None else [trace.traceparent, trace.tracestate],
-        "floors": floors,
     }
     return KvHintsEnvelope("1", request_id, [KvHintAction("0", _HINT_TYPE, _HINT_VERSION, payload)])
 
@@ -118,11 +116,6 @@ def hints_of(request: Any) -> tuple[TierHints, TraceContext | None]:
     trace = TraceContext(*payload["trace"]) if payload["trace"] is not None else None
     terms = msgspec.convert(payload["terms"], EngineTerms | None)
     return TierHints(namespace, payload["volumes"], payload["load"], terms, payload["wanted_s"]), trace
-
-
-def floors_of(request: Any) -> NewFloors | None:
-    payload = _payload_of(request)
-    return None if payload is None else payload["floors"]
 
 
 def _payload_of(request: Any) -> Any:
