@@ -85,7 +85,7 @@ helm-check: $(STAMP) ## Check the chart and the manifests without a cluster; ARG
 k8s-check: $(STAMP) ## Run the life of a Helm release on the test cluster that KUBECONFIG names (ARGS="--example 1-gpu")
 	@$(BIN)/python tools/k8s_check.py $(ARGS)
 
-fmt: $(STAMP) ## Format the code and mend what ruff can mend
+fmt: $(STAMP) ## Format the code and fix what ruff can fix
 	@$(BIN)/ruff check --fix-only --exit-zero
 	@$(BIN)/ruff format
 
@@ -125,7 +125,7 @@ bench-rag: $(STAMP) ## kvferry beside vLLM and ray.serve.llm on the published RA
 bench-plan: $(STAMP) ## kvferry plan after calibration beside real engines on this CPU (five minutes); the last line is JSON
 	@$(BIN)/python -m bench.plan_reality $(ARGS)
 
-gpu-check: ## Show on this machine's GPUs what was shown on CPUs, with a report (an hour); exit code 3 without a GPU; ARGS=--dry-run
+gpu-check: ## Run on this machine's GPUs what was tested on CPUs, with a report (an hour); exit code 3 without a GPU; ARGS=--dry-run
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
 bench-handoff: $(STAMP) ## Bytes/s of the KV transfer beside raw NIXL with the same bytes and descriptors; the last line is JSON

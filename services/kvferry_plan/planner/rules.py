@@ -103,7 +103,7 @@ RULES: Final = (
         action="compare prompts' first tokens; have clients keep what changes (dates, names) at the prompt's end",
         disrupts="nothing",
         source="003.trouble.hits-low",
-        caution="a radix tree, the source's remedy, does not mend prompts that differ",
+        caution="a radix tree, the source's remedy, does not help with prompts that differ",
     ),
     Rule(
         name="out-of-memory-at-start", severity="critical",
