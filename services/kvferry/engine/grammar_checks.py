@@ -44,16 +44,14 @@ class GrammarChecks:
         """Start the process in the background."""
         self._process.start()
 
-    async def check(self, grammar: str, asker: Asker, *, param: str | None) -> None:
-        """Return if engines can follow the grammar, which is llguidance's; `param` names the request's field.
+    async def check(self, grammar: str, asker: Asker) -> None:
+        """Return if engines can follow the grammar, which is llguidance's.
 
         Raises InvalidRequest, Overloaded, or NotReady while there is no grammar process.
         """
         payload = grammar.encode(errors="surrogatepass")
         if len(payload) > MAX_GRAMMAR_BYTES:
-            raise InvalidRequest(
-                f"{len(payload)} bytes of grammar are too many; at most {MAX_GRAMMAR_BYTES} are allowed", param=param
-            )
+            raise InvalidRequest(f"{len(payload)} bytes of grammar are too many; {MAX_GRAMMAR_BYTES} are the limit")
         key = asker.salt, hashlib.sha256(payload).digest()
         if key in self._passed:
             self._passed.move_to_end(key)
@@ -61,7 +59,7 @@ class GrammarChecks:
         # Its fork runs on after a client has left, and has its turn until then.
         verdict = await self._turns.run(asker.tenant, lambda: self._try(key, payload))
         if verdict.outcome is not Outcome.OK:
-            raise self._refusal(verdict, param)
+            raise self._refusal(verdict)
 
     async def _try(self, key: tuple[CacheSalt, bytes], payload: bytes) -> Verdict:
         if key in self._passed:  # an equal request has tried it meanwhile
@@ -77,20 +75,16 @@ class GrammarChecks:
     async def close(self) -> None:
         await self._process.close()
 
-    def _refusal(self, verdict: Verdict, param: str | None) -> KvferryError:
-        where = f"{param}: " if param is not None else ""
+    def _refusal(self, verdict: Verdict) -> KvferryError:
         limits = self._process.limits
         match verdict.outcome:
             case Outcome.REFUSED:
-                return InvalidRequest(f"{where}{verdict.reason.strip() or 'llguidance refuses it'}", param=param)
+                return InvalidRequest(verdict.reason.strip() or "llguidance refuses it")
             case Outcome.CPU_TIME:
-                return InvalidRequest(
-                    f"{where}its grammar takes over {limits.cpu_s:g} s of CPU time, the limit", param=param
-                )
+                return InvalidRequest(f"its grammar takes over {limits.cpu_s:g} s of CPU time, the limit")
             case Outcome.LATE:
                 return Overloaded("this gateway is too busy to try the grammar")
             case _:
                 return InvalidRequest(
-                    f"{where}its grammar takes over {limits.memory_bytes >> 20} MiB of memory, or nests too deeply",
-                    param=param,
+                    f"its grammar takes over {limits.memory_bytes >> 20} MiB of memory, or nests too deeply"
                 )

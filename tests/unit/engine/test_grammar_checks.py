@@ -59,8 +59,7 @@ def forks_of(checks: GrammarChecks) -> list[psutil.Process]:
 
 async def refusal(checks: GrammarChecks, spec: str) -> str:
     with pytest.raises(InvalidRequest) as refused:
-        await checks.check(spec, ANYBODY, param="response_format")
-    assert refused.value.param == "response_format"
+        await checks.check(spec, ANYBODY)
     return refused.value.message
 
 
@@ -68,20 +67,20 @@ async def test_what_passed_is_kept_for_its_salt_alone(checks: GrammarChecks) -> 
     """So that time tells nobody what others sent."""
     for number, salt in enumerate(("a", "b"), 1):
         for _ in range(3):
-            await checks.check("ok", asker("acme", salt), param=None)
+            await checks.check("ok", asker("acme", salt))
         assert checks.outcomes["ok"] == number
     for _ in range(2):
-        assert await refusal(checks, "refuse") == "response_format: refused because\nof a second line"
+        assert await refusal(checks, "refuse") == "refused because\nof a second line"
     assert checks.outcomes["refused"] == 2
 
 
 async def test_what_exhausts_a_fork_is_refused_and_ends_nothing_else(checks: GrammarChecks) -> None:
-    await checks.check("ok", ANYBODY, param=None)
+    await checks.check("ok", ANYBODY)
     pid = pid_of(checks)
-    assert await refusal(checks, "spin") == ("response_format: its grammar takes over 0.3 s of CPU time, the limit")
+    assert await refusal(checks, "spin") == ("its grammar takes over 0.3 s of CPU time, the limit")
     for spec in ("allocate", "segfault", "recurse"):
         assert "over 256 MiB of memory, or nests too deeply" in await refusal(checks, spec)
-    await checks.check("ok again", ANYBODY, param=None)
+    await checks.check("ok again", ANYBODY)
     assert pid_of(checks) == pid
     assert not forks_of(checks)
     assert checks.outcomes == {"ok": 2, "refused": 0, "cpu_time": 1, "memory": 1, "crashed": 2, "late": 0}
@@ -91,14 +90,14 @@ async def test_a_fork_that_waits_is_killed_and_its_verdict_forgotten(checks: Gra
     late = made(ForkLimits(cpu_s=30.0, wall_s=0.05, memory_bytes=256 << 20))
     for _ in range(2):
         with pytest.raises(Overloaded, match="too busy"):
-            await late.check("wait", ANYBODY, param=None)
+            await late.check("wait", ANYBODY)
     assert late.outcomes["late"] == 2
     await late.close()
 
 
 async def test_a_client_that_leaves_gives_its_turn_back_when_its_fork_ends(checks: GrammarChecks) -> None:
-    await checks.check("ok", ANYBODY, param=None)
-    leaving = asyncio.create_task(checks.check("wait", ANYBODY, param=None))
+    await checks.check("ok", ANYBODY)
+    leaving = asyncio.create_task(checks.check("wait", ANYBODY))
     await until(lambda: len(forks_of(checks)) == 1)
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -109,16 +108,16 @@ async def test_a_client_that_leaves_gives_its_turn_back_when_its_fork_ends(check
 
 
 async def test_no_more_run_and_wait_than_are_allowed(checks: GrammarChecks) -> None:
-    await checks.check("ok", asker("evil"), param=None)
+    await checks.check("ok", asker("evil"))
     held = [
-        asyncio.create_task(checks.check(f"wait {i}", asker("evil", f"salt {i}"), param=None))
+        asyncio.create_task(checks.check(f"wait {i}", asker("evil", f"salt {i}")))
         for i in range(NUM_FORKS + MAX_WAITING)
     ]
     await until(lambda: len(forks_of(checks)) == NUM_FORKS)
     with pytest.raises(Overloaded, match=f"{MAX_WAITING} grammars wait"):
-        await checks.check("ok again", asker("evil", "one more salt"), param=None)
+        await checks.check("ok again", asker("evil", "one more salt"))
     # Another tenant takes the place of the last one, whatever salts the first tenant sends.
-    good = asyncio.create_task(checks.check("ok again", asker("good"), param=None))
+    good = asyncio.create_task(checks.check("ok again", asker("good")))
     await until(lambda: held[-1].done())
     assert isinstance(held[-1].exception(), Overloaded)
     for fork in forks_of(checks):
@@ -130,30 +129,30 @@ async def test_no_more_run_and_wait_than_are_allowed(checks: GrammarChecks) -> N
 
 
 async def test_equal_grammars_of_a_salt_that_wait_are_tried_once(checks: GrammarChecks) -> None:
-    await checks.check("ok", ANYBODY, param=None)
-    await asyncio.gather(*(checks.check("ok again", ANYBODY, param=None) for _ in range(NUM_FORKS + MAX_WAITING)))
+    await checks.check("ok", ANYBODY)
+    await asyncio.gather(*(checks.check("ok again", ANYBODY) for _ in range(NUM_FORKS + MAX_WAITING)))
     assert checks.outcomes["ok"] <= 1 + NUM_FORKS
 
 
 async def test_what_passed_is_kept_up_to_a_number(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "MAX_PASSED", 2)
     for spec in ("ok 1", "ok 2", "ok 1", "ok 3", "ok 1", "ok 2"):
-        await checks.check(spec, ANYBODY, param=None)
+        await checks.check(spec, ANYBODY)
     assert checks.outcomes["ok"] == 4
 
 
 async def test_a_spec_that_is_too_long_is_refused_before_any_process(checks: GrammarChecks) -> None:
-    with pytest.raises(InvalidRequest, match=f"at most {MAX_GRAMMAR_BYTES}"):
-        await checks.check("ok" + "x" * MAX_GRAMMAR_BYTES, ANYBODY, param=None)
+    with pytest.raises(InvalidRequest, match=f"{MAX_GRAMMAR_BYTES} are the limit"):
+        await checks.check("ok" + "x" * MAX_GRAMMAR_BYTES, ANYBODY)
     assert checks._process.pid is None
 
 
 async def test_a_process_that_dies_is_started_again(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_process, "_FIRST_PAUSE_S", 0.0)
-    await checks.check("ok", ANYBODY, param=None)
+    await checks.check("ok", ANYBODY)
     with pytest.raises(NotReady, match="ended or hangs"):
-        await checks.check("kill", ANYBODY, param=None)
-    await checks.check("ok again", ANYBODY, param=None)
+        await checks.check("kill", ANYBODY)
+    await checks.check("ok again", ANYBODY)
 
 
 async def test_a_process_that_does_not_start_is_tried_again_later_and_later(
@@ -161,9 +160,9 @@ async def test_a_process_that_does_not_start_is_tried_again_later_and_later(
 ) -> None:
     broken = made(command=[sys.executable, "-c", "0"])
     with pytest.raises(NotReady, match="does not start: it ended"):
-        await broken.check("ok", ANYBODY, param=None)
+        await broken.check("ok", ANYBODY)
     with pytest.raises(NotReady, match="starts again soon"):
-        await broken.check("ok", ANYBODY, param=None)
+        await broken.check("ok", ANYBODY)
     await broken.close()
 
 
@@ -178,7 +177,7 @@ async def test_a_slow_start_is_waited_for_and_requests_are_refused_meanwhile(
 
     async def refused() -> float:
         with pytest.raises(NotReady) as caught:
-            await slow.check("ok", ANYBODY, param=None)
+            await slow.check("ok", ANYBODY)
         so_far = re.search(r"has been starting for \d+ s and had (\S+) s of CPU time$", caught.value.message)
         assert so_far is not None
         assert caught.value.retry_after_s is not None
@@ -192,7 +191,7 @@ async def test_a_slow_start_is_waited_for_and_requests_are_refused_meanwhile(
     assert "has been starting" in record.getMessage()
     may_start.touch()
     await until(lambda: slow._process.pid is not None)
-    await slow.check("ok", ANYBODY, param=None)
+    await slow.check("ok", ANYBODY)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     await slow.close()
 
@@ -213,7 +212,7 @@ async def test_a_start_that_hangs_is_ended(
     before = set(psutil.Process().children())
     hung = made(command=[sys.executable, "-c", program])
     with pytest.raises(NotReady, match=f"does not start: {why}"):
-        await hung.check("ok", ANYBODY, param=None)
+        await hung.check("ok", ANYBODY)
     assert set(psutil.Process().children()) <= before
     await hung.close()
 
@@ -232,12 +231,12 @@ async def test_the_process_has_no_secrets_and_forks_no_connection(
 
 
 async def test_a_fork_can_neither_answer_for_others_nor_write_a_log(checks: GrammarChecks) -> None:
-    assert await refusal(checks, "files") == "response_format: /dev/null,/dev/null,/dev/null"
+    assert await refusal(checks, "files") == "/dev/null,/dev/null,/dev/null"
 
 
 async def test_forks_and_process_end_with_the_one_that_asks(checks: GrammarChecks) -> None:
-    await checks.check("ok", ANYBODY, param=None)
-    held = asyncio.create_task(checks.check("wait", ANYBODY, param=None))
+    await checks.check("ok", ANYBODY)
+    held = asyncio.create_task(checks.check("wait", ANYBODY))
     await until(lambda: len(forks_of(checks)) == 1)
     process = psutil.Process(pid_of(checks))
     (fork,) = forks_of(checks)

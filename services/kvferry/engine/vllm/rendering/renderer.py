@@ -237,7 +237,7 @@ class VllmRenderer:
                 made, grammar = self._made(spec)
             else:
                 made, grammar = await self._turns.run(asker.tenant, lambda: self._in_thread(lambda: self._made(spec)))
-            await self._grammars.check(grammar, asker, param=None)
+            await self._grammars.check(grammar, asker)
         except InvalidRequest as error:
             reason = with_place(error.message, made) if made else error.message
             raise InvalidRequest(f"{param}: {reason}" if param else reason, param=param) from None
