@@ -20,7 +20,7 @@ PYTHON ?= $(firstword $(shell for name in python3 python3.12 python3.13 python3.
 BIN := .venv/bin
 STAMP := .venv/.kvferry-setup
 
-.PHONY: help setup up down status test test-fast test-models mutants chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-caches bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier bench-plan gpu-check fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto metrics-doc config-doc plan-docs image test-image release-check build ci
+.PHONY: help setup up down status test test-fast test-models mutants chaos bench-residency bench-gateway bench-neighbours bench-fair-queue bench-fairness bench-isolation bench-caches bench-routing bench-handoff bench-rag bench-retention bench-tenants bench-tier bench-plan gpu-check fuzz-tier fuzz-transfer loadtest-smoke loadtest-selfcheck helm-check k8s-check check structure fmt proto client metrics-doc config-doc plan-docs image test-image release-check build ci
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,7 @@ check: $(STAMP) ## Lint, format, types, import contract, generated code and page
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/generate_wire.py --check
+	@$(BIN)/python tools/generate_client.py --check
 	@$(BIN)/python tools/generate_metrics_doc.py --check
 	@$(BIN)/python tools/generate_config_doc.py --check
 	@$(BIN)/python tools/generate_plan_docs.py --check
@@ -91,6 +92,9 @@ fmt: $(STAMP) ## Format the code and fix what ruff can fix
 
 proto: $(STAMP) ## Generate code from proto/
 	@$(BIN)/python tools/generate_wire.py
+
+client: $(STAMP) ## Write the synchronous client from the asynchronous one
+	@$(BIN)/python tools/generate_client.py
 
 metrics-doc: $(STAMP) ## Write docs/operator/metrics.md from the catalogue of metrics
 	@$(BIN)/python tools/generate_metrics_doc.py

@@ -51,9 +51,9 @@ LIMITS = {
     "readme_words": 900,
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
-    "files": 373,
-    "lines": 57_010,
-    "docstring_words": 34_580,  # a share of the lines would rise where code goes
+    "files": 372,
+    "lines": 56_820,
+    "docstring_words": 34_480,  # a share of the lines would rise where code goes
     "root_modules": 7,
     "most_files_in_a_package": 19,
     "settings": 225,
@@ -101,10 +101,10 @@ class Sizes:
 def measure(package: Path) -> Sizes:
     sizes = Sizes()
     for file in sorted(package.rglob("*.py")):
-        if "_pb2" in file.name:
+        text = file.read_text(encoding="utf-8")
+        if "_pb2" in file.name or text.startswith("# Generated"):
             continue
         sizes.num_files += 1
-        text = file.read_text(encoding="utf-8")
         sizes.num_lines += len(text.splitlines())
         docstring_lines: set[int] = set()
         for node in ast.walk(ast.parse(text)):

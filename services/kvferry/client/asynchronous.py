@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Self, Unpack
+from typing import Protocol, Self, Unpack
 
 import grpc
 
@@ -20,10 +20,16 @@ from kvferry.client.errors import failure_of
 from kvferry.inference.v1 import inference_pb2 as pb
 
 
+class _Call(Protocol):
+    def __aiter__(self) -> AsyncIterator[pb.GenerateChunk]: ...
+
+    def cancel(self) -> bool: ...
+
+
 class AsyncAnswerStream(AsyncIterator[pb.GenerateChunk]):
     """Chunks of one answer. Leaving its `async with`, or `cancel`, ends the request on the cluster."""
 
-    def __init__(self, call: grpc.aio.UnaryStreamCall[Any, pb.GenerateChunk]) -> None:
+    def __init__(self, call: _Call) -> None:
         self._call = call
         self._chunks = aiter(call)
 
@@ -31,7 +37,7 @@ class AsyncAnswerStream(AsyncIterator[pb.GenerateChunk]):
         """Raises CallFailed; earlier chunks stay valid."""
         try:
             return await anext(self._chunks)
-        except grpc.aio.AioRpcError as error:
+        except grpc.RpcError as error:
             raise failure_of(error) from None
 
     def cancel(self) -> None:
@@ -125,7 +131,7 @@ class AsyncClient:
         )
         try:
             return await self._generate(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
+        except grpc.RpcError as error:
             raise failure_of(error) from None
 
     async def stream(
@@ -174,11 +180,12 @@ class AsyncClient:
         request = tokenize_request(model or await self._the_only_model(), text, messages)
         try:
             return await self._tokenize(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
+        except grpc.RpcError as error:
             raise failure_of(error) from None
 
     async def models(self, *, timeout_s: float | None = None) -> list[pb.Model]:
-        return list((await self._list_models(timeout_s)).models)
+        listed = await self._list_models(timeout_s)
+        return list(listed.models)
 
     async def close(self) -> None:
         """Cancel running calls. Idempotent."""
@@ -200,5 +207,5 @@ class AsyncClient:
             return await self._models(
                 pb.ListModelsRequest(), timeout=timeout_s or self._timeout_s, metadata=self._metadata
             )
-        except grpc.aio.AioRpcError as error:
+        except grpc.RpcError as error:
             raise failure_of(error) from None

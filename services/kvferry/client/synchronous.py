@@ -1,3 +1,4 @@
+# Generated from asynchronous.py by tools/generate_client.py: change that file, and run `make client`.
 """The client for synchronous code."""
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from kvferry.client.errors import failure_of
 from kvferry.inference.v1 import inference_pb2 as pb
 
 
-class _Call(Iterator[pb.GenerateChunk], Protocol):
+class _Call(Protocol):
+    def __iter__(self) -> Iterator[pb.GenerateChunk]: ...
+
     def cancel(self) -> bool: ...
 
 
@@ -29,11 +32,12 @@ class AnswerStream(Iterator[pb.GenerateChunk]):
 
     def __init__(self, call: _Call) -> None:
         self._call = call
+        self._chunks = iter(call)
 
     def __next__(self) -> pb.GenerateChunk:
         """Raises CallFailed; earlier chunks stay valid."""
         try:
-            return next(self._call)
+            return next(self._chunks)
         except grpc.RpcError as error:
             raise failure_of(error) from None
 
@@ -49,7 +53,11 @@ class AnswerStream(Iterator[pb.GenerateChunk]):
 
 
 class Client:
-    """A connection to one endpoint. Thread-safe; `close` it, or use it in a `with`. Errors are those of AsyncClient."""
+    """A connection to one endpoint. Thread-safe; `close` it, or use it in a `with`.
+
+    Every call may raise CallFailed, and ValueError or TypeError for arguments that cannot be sent. `timeout_s` of a
+    call is its deadline, at which the cluster stops working on it.
+    """
 
     def __init__(
         self,
@@ -177,7 +185,8 @@ class Client:
             raise failure_of(error) from None
 
     def models(self, *, timeout_s: float | None = None) -> list[pb.Model]:
-        return list(self._list_models(timeout_s).models)
+        listed = self._list_models(timeout_s)
+        return list(listed.models)
 
     def close(self) -> None:
         """Cancel running calls. Idempotent."""
