@@ -29,8 +29,6 @@ from kvferry.util.addresses import AUTO, require_loopback
 # Listeners, named by the key of their address.
 Listener = Literal["gateway.host", "worker.host", "engine.side_channel_host", "tier.host", "metrics.host"]
 
-_NO_WORKERS = RoleConfig(replicas=0)
-
 
 class Keys:
     """Where settings of one model stand; with an entry of `models`, at `place`."""
@@ -82,20 +80,20 @@ class ClusterConfig(Section):
     # Allow listeners off loopback without authentication: all of them, or those that are named.
     insecure: bool | tuple[Listener, ...] = False
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    model: ModelConfig = ModelConfig()
-    engine: EngineConfig = EngineConfig()
-    prefill: RoleConfig = RoleConfig()
-    decode: RoleConfig = RoleConfig()
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    prefill: RoleConfig = Field(default_factory=RoleConfig)
+    decode: RoleConfig = Field(default_factory=RoleConfig)
     pools: dict[str, PoolConfig] = Field(default_factory=dict)  # further pools by name; the default one has no name
     # Further models. A cluster with some, whose `prefill`, `decode` and `pools` have no replicas, has no default model.
     models: tuple[ModelEntryConfig, ...] = ()
-    adapters: AdaptersConfig = AdaptersConfig()
-    worker: WorkerConfig = WorkerConfig()
-    gateway: GatewayConfig = GatewayConfig()
-    membership: MembershipConfig = MembershipConfig()
-    tier: TierConfig = TierConfig()
-    metrics: MetricsConfig = MetricsConfig()
-    tracing: TracingConfig = TracingConfig()
+    adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
+    worker: WorkerConfig = Field(default_factory=WorkerConfig)
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    membership: MembershipConfig = Field(default_factory=MembershipConfig)
+    tier: TierConfig = Field(default_factory=TierConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
     sim: dict[str, Any] = Field(default_factory=dict)  # of the engines of kvferry-sim (engine.kind: sim)
 
     @model_validator(mode="before")
@@ -146,6 +144,7 @@ class ClusterConfig(Section):
 
         It stays as it is when other models change.
         """
+        no_workers = RoleConfig(replicas=0)
         if name:
             entry = self.entry(name)
             tier = self.tier.model_copy(update=entry.tier.model_dump(exclude_none=True))
@@ -154,16 +153,16 @@ class ClusterConfig(Section):
                 "model": entry.served_model,
                 "engine": self._engine_of_entry(entry),
                 "tier": tier if tier.enabled else tier.model_copy(update={"volumes": ()}),
-                "prefill": _NO_WORKERS,
-                "decode": _NO_WORKERS,
+                "prefill": no_workers,
+                "decode": no_workers,
                 "adapters": AdaptersConfig(),  # of the default model
             }
         else:
             own, update = self.pools, {"model": self.model.computed, "tier": self.tier}
         # A keeper has the volumes of all models.
         others = sorted({volume.pool for volume in update["tier"].volumes} - {"", *own})
-        no_workers = PoolConfig(prefill=_NO_WORKERS, decode=_NO_WORKERS)
-        return self.model_copy(update={**update, "models": (), "pools": {**own, **dict.fromkeys(others, no_workers)}})
+        pools = {**own, **dict.fromkeys(others, PoolConfig(prefill=no_workers, decode=no_workers))}
+        return self.model_copy(update={**update, "models": (), "pools": pools})
 
     def _engine_of_entry(self, entry: ModelEntryConfig) -> EngineConfig:
         values = self.engine.model_dump() | entry.engine

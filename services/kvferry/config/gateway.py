@@ -85,14 +85,14 @@ class GatewayConfig(Section):
     keys_file: Path | None = None  # API keys, hashed (`kvferry key new`); read again when it changes
     # Tenants and their keys are records in etcd (`kvferry tenant`); a keys_file may name more keys.
     tenants_in_etcd: bool = False
-    jwt: JwtConfig = JwtConfig()
+    jwt: JwtConfig = Field(default_factory=JwtConfig)
     # At least 32 bytes, the same on all gateways: salts of tenants' pages are made of it. Absent: the first gateway
     # makes one and keeps it in etcd.
     salt_secret_file: Path | None = None
     # Usage records, a line of JSON per request (`kvferry tenant usage`). A folder that exists keeps its mode, and is
     # refused if every user may write to it.
     usage_dir: Path | None = None
-    tls: ServerTlsConfig = ServerTlsConfig()  # of HTTP and gRPC; files may be replaced while it serves
+    tls: ServerTlsConfig = Field(default_factory=ServerTlsConfig)  # of HTTP and gRPC; files may be replaced meanwhile
     # At most a fifth of what a message to a worker may have: a byte of text may become a token id, which takes five.
     max_body_bytes: int = Field(8 << 20, ge=1024, le=12 << 20)
     # Choices in flight, of HTTP and gRPC: each is a request of its own on the workers. More get 429.
@@ -105,7 +105,7 @@ class GatewayConfig(Section):
     max_connections_per_peer: int = Field(0, ge=0)  # of one address, over HTTP; 0: no limit, as behind a load balancer
     # Names in `Host` beside loopback ones that a gateway without keys on loopback answers to, such as a proxy's.
     allowed_hosts: tuple[str, ...] = ()
-    images: ImagesConfig = ImagesConfig()
+    images: ImagesConfig = Field(default_factory=ImagesConfig)
     # From a complete body to the end of the answer. A prefill may take a fifth of it; then the decode worker computes
     # the prompt itself.
     request_timeout_s: float = Field(600, gt=0)

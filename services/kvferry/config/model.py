@@ -54,7 +54,7 @@ class HfOverridesConfig(Section):
     """Values in the place of those in config.json, for engines and gateways (docs/user/models.md)."""
 
     max_position_embeddings: int | None = Field(None, ge=64)  # empty: factor x original_max_position_embeddings
-    rope_parameters: RopeParametersConfig = RopeParametersConfig()
+    rope_parameters: RopeParametersConfig = Field(default_factory=RopeParametersConfig)
 
     @model_validator(mode="after")
     def _positions_have_rotations(self) -> HfOverridesConfig:
@@ -98,7 +98,7 @@ class ModelConfig(Section):
     # A Jinja file for chats, in the place of the model's own template: an absolute path, at most 1 MiB, the same text
     # on all gateways, which read it when they start. Simulated engines take none.
     chat_template: Path | None = None
-    hf_overrides: HfOverridesConfig = HfOverridesConfig()
+    hf_overrides: HfOverridesConfig = Field(default_factory=HfOverridesConfig)
 
     @model_validator(mode="after")
     def _context_is_of_the_overrides(self) -> ModelConfig:

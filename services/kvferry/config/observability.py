@@ -19,7 +19,8 @@ class MetricsConfig(Section):
     gateway_port: int = Field(0, ge=0, le=65520)
     worker_port: int = Field(0, ge=0, le=65520)
     keeper_port: int = Field(0, ge=0, le=65520)
-    tls: TlsConfig = TlsConfig()  # mutual: Prometheus shows a certificate of ca_file, not always worker.tls's
+    # Mutual: Prometheus shows a certificate of ca_file, not always worker.tls's.
+    tls: TlsConfig = Field(default_factory=TlsConfig)
 
 
 class TracingConfig(Section):

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    # Built at the first use: most processes use `ClusterConfig` alone, which has all sections in its own validator.
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
 
 
 def absolute(path: Path) -> Path:

@@ -22,7 +22,7 @@ class RoleConfig(Section):
     num_cpus: float = Field(0.5, ge=0)  # what Ray reserves for placement, not a limit
     num_gpus: float = Field(0, ge=0)  # of each worker, by Ray; 0 without Ray too
     resources: dict[str, float] = Field(default_factory=dict)
-    engine: RoleEngineConfig = RoleEngineConfig()
+    engine: RoleEngineConfig = Field(default_factory=RoleEngineConfig)
 
 
 MAX_POOLS = 16
@@ -48,8 +48,8 @@ def check_new_pool_name(name: str) -> None:
 class PoolConfig(Section):
     """Workers of their own beside those of `prefill` and `decode`, the default pool, for some requests."""
 
-    prefill: RoleConfig = RoleConfig()
-    decode: RoleConfig = RoleConfig()
+    prefill: RoleConfig = Field(default_factory=RoleConfig)
+    decode: RoleConfig = Field(default_factory=RoleConfig)
     kv_cache_dtype: KvCacheDtype | None = None  # empty: that of `engine`
     served_name: str = Field("", max_length=200)  # requests for this name go to this pool; empty: only by contract
     # Takes only tenants whose contract names it, whatever name they ask for, and uses no volume but its own.
@@ -71,12 +71,12 @@ class ModelEntryConfig(Section):
     """A model with workers of its own, beside the default one of `model`, `prefill` and `decode`."""
 
     name: str  # of its workers, deployments and metrics, and of its volumes' `pool`; lower-case letters, digits, dashes
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = Field(default_factory=ModelConfig)
     # As `engine`, whose values it replaces; `args` one by one, of which null removes one.
     engine: dict[str, Any] = Field(default_factory=dict)
-    prefill: RoleConfig = RoleConfig()
-    decode: RoleConfig = RoleConfig()
-    tier: ModelTierConfig = ModelTierConfig()
+    prefill: RoleConfig = Field(default_factory=RoleConfig)
+    decode: RoleConfig = Field(default_factory=RoleConfig)
+    tier: ModelTierConfig = Field(default_factory=ModelTierConfig)
 
     @field_validator("name")
     @classmethod
@@ -127,7 +127,7 @@ class WorkerConfig(Section):
     """Settings of all workers and of gateways that dial them; keepers use `tls` too."""
 
     host: str = "127.0.0.1"  # address its listeners bind to and register; auto: this node's
-    tls: TlsConfig = TlsConfig()
+    tls: TlsConfig = Field(default_factory=TlsConfig)
     max_requests: int = Field(512, ge=1)  # accepted at once; more are refused
     # Requests wait and no engine step finishes for this long: the engine is hung, and the worker is replaced. More than
     # the longest step, which on a CPU is one chunk of a prefill: 30 s were seen.
