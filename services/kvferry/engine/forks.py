@@ -340,6 +340,7 @@ class _Memory(NamedTuple):
 
 def _memory_of(pid: int | str = "self") -> _Memory:
     """Return zeros for a process that has ended."""
+    # Not psutil: it does not read peaks, and its import would count in each fork.
     lines = _MEMORY_LINES.findall(Path(f"/proc/{pid}/status").read_bytes())
     found = {name: int(kib) << 10 for name, kib in lines}
     mapped_bytes, resident_bytes = found.get(b"VmSize", 0), found.get(b"VmRSS", 0)

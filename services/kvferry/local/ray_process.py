@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import signal
@@ -10,6 +11,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from kvferry.config import ROLES, ClusterConfig, RoleConfig
 from kvferry.local.child import Child, Pace, StartFailed, child_environment
@@ -28,14 +31,14 @@ _SPARE_CPUS = 4  # replicas of an update that overlap with those they replace
 _CPUS_OF_LATER_MODELS = 32  # logical ones too: `kvferry up` adds models while Ray runs
 _PILLARS = frozenset({"gcs_server", "raylet"})
 _PROGRAMS_OF_RAY = (
-    b"/ray/core/src/ray/",
-    b"/ray/autoscaler/_private/monitor.py",
-    b"/ray/dashboard/",
-    b"/ray/_private/log_monitor.py",
-    b"ray.util.client.server",
-    b"ray::ServeController",
-    b"ray::RuntimeEnvAgent",
-    b"ray::DashboardAgent",
+    "/ray/core/src/ray/",
+    "/ray/autoscaler/_private/monitor.py",
+    "/ray/dashboard/",
+    "/ray/_private/log_monitor.py",
+    "ray.util.client.server",
+    "ray::ServeController",
+    "ray::RuntimeEnvAgent",
+    "ray::DashboardAgent",
 )
 
 
@@ -90,11 +93,10 @@ def start_ray(folder: RunFolder, config: ClusterConfig, pace: Pace) -> Ray:
 
 def is_of_ray(process: ProcessIdentity) -> bool:
     """Return whether the process is Ray's own and has nothing to finish: such processes wait for each other for 5 s."""
-    try:
-        command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return any(program in command for program in _PROGRAMS_OF_RAY)
+    with contextlib.suppress(psutil.Error):
+        command = psutil.Process(process.pid).cmdline()
+        return any(program in argument for argument in command for program in _PROGRAMS_OF_RAY)
+    return False
 
 
 def _end_rest(folder: RunFolder, before: tuple[ProcessIdentity, ...]) -> None:
@@ -107,10 +109,9 @@ def _end_rest(folder: RunFolder, before: tuple[ProcessIdentity, ...]) -> None:
 
 def _find_pillars(folder: RunFolder) -> tuple[ProcessIdentity, ...]:
     def program(process: ProcessIdentity) -> str:
-        try:
-            return Path(f"/proc/{process.pid}/comm").read_text(encoding="utf-8").strip()
-        except OSError:
-            return ""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(process.pid).name()
+        return ""
 
     pillars = tuple(process for process in belonging(folder.marks()) if program(process) in _PILLARS)
     if len(pillars) != len(_PILLARS):

@@ -109,6 +109,7 @@ def _present() -> Iterable[SharedMemoryFile]:
                 continue
 
 
+# psutil's `memory_maps` has no inodes and makes the kernel count pages; its `open_files` leaves out deleted files.
 def _mapped(pid: int) -> Iterable[int]:
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()

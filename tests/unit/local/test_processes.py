@@ -5,15 +5,20 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
 from kvferry.local import processes
+from kvferry.local.child import StartFailed
 from kvferry.local.processes import (
     TOKEN_VARIABLE,
     Marks,
@@ -24,7 +29,7 @@ from kvferry.local.processes import (
     end_all,
     wait_gone,
 )
-from kvferry.local.ray_process import is_of_ray
+from kvferry.local.ray_process import _find_pillars, is_of_ray
 from support.waiting import wait_until
 
 # Of this test process alone: others run the same tests beside it.
@@ -351,6 +356,27 @@ def test_an_empty_entry_in_the_environment_hides_nothing(marks: Marks) -> None:
 )
 def test_processes_of_ray_itself_are_told_from_replicas(start: Start, title: str, expected: bool) -> None:
     assert is_of_ray(start(extra=(title,))) is expected
+
+
+def test_ray_runs_while_both_of_its_pillars_do(tmp_path: Path, marks: Marks) -> None:
+    folder: Any = SimpleNamespace(marks=lambda: marks, ray=tmp_path / "ray")
+    started = []
+    try:
+        for name in ("gcs_server", "raylet", "dashboard"):
+            shutil.copy("/bin/sleep", tmp_path / name)
+            program = [tmp_path / name, "60"]
+            started.append(subprocess.Popen(program, env={TOKEN_VARIABLE: TOKEN}))
+            wait_until(lambda name=name, pid=started[-1].pid: psutil.Process(pid).name() == name)
+        expected = {ProcessIdentity.of(process.pid) for process in started[:2]}
+        assert set(_find_pillars(folder)) == expected
+        started[1].kill()
+        started[1].wait()
+        with pytest.raises(StartFailed, match=f"Ray started and ended again; see {tmp_path}/ray"):
+            _find_pillars(folder)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def test_a_process_that_is_gone_is_not_of_ray() -> None:
