@@ -119,15 +119,23 @@ class Hub:
         return httpx2.Client(
             follow_redirects=True,
             headers={"accept-encoding": "identity"},
-            event_hooks={"request": [_limit], "response": [self._check]},
+            event_hooks={"request": [self._limit], "response": [self._check]},
         )
+
+    def _limit(self, request: httpx2.Request) -> None:
+        # huggingface_hub asks for listings without any, and gives a mirror's token to huggingface.co.
+        request.extensions["timeout"] = httpx2.Timeout(_TIMEOUT_S).as_dict()
+        url, hub = request.url, httpx2.URL(self._endpoint)
+        if url.host != hub.host or (url.scheme, url.port) not in {(hub.scheme, hub.port), ("https", None)}:
+            request.headers.pop("authorization", None)
 
     def _check(self, response: httpx2.Response) -> None:
         # Before huggingface_hub sees it, which waits as long as any Retry-After says, and reads pages as files.
         if response.has_redirect_location:
             return
         status, host = response.status_code, response.url.host
-        is_file = not response.url.path.startswith(httpx2.URL(f"{self._endpoint}/api/").path)
+        # Not all below /api/: an endpoint may lie there, and the hub has small files at /api/resolve-cache/.
+        is_file = not response.url.path.startswith(httpx2.URL(f"{self._endpoint}/api/models/").path)
         if is_file and response.request.method == "GET":
             self._num_gets[response.url.path] += 1
         encoding = response.headers.get("content-encoding", "identity").lower()[:40]
@@ -222,11 +230,6 @@ class _Listing(httpx2.SyncByteStream):
 def _hash(file: RepoFile) -> str:
     # Git's blob id, or what the pointer of a large file says.
     return str(file.lfs.sha256 if file.lfs else file.blob_id)
-
-
-def _limit(request: httpx2.Request) -> None:
-    # huggingface_hub asks for listings without any.
-    request.extensions["timeout"] = httpx2.Timeout(_TIMEOUT_S).as_dict()
 
 
 def checked(model: str, files: Sequence[RepoFile]) -> list[RepoFile]:

@@ -319,6 +319,22 @@ def test_other_hosts_do_not_get_the_token(folder: Path) -> None:
     assert_whole(folder)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "url", "has_token"),
+    [
+        ("https://mirror", "https://mirror/a/b/resolve/v1/x", True),
+        ("http://mirror", "https://mirror/a/b/resolve/v1/x", True),
+        ("https://mirror", "http://mirror/a/b/resolve/v1/x", False),
+        ("https://mirror", "https://mirror:8443/a/b/resolve/v1/x", False),
+        ("https://mirror", "https://huggingface.co/a/b/resolve/v1/x", False),
+    ],
+)
+def test_the_token_goes_to_the_endpoint_alone(endpoint: str, url: str, has_token: bool) -> None:
+    request = httpx2.Request("GET", url, headers={"authorization": "Bearer hf_secret"})
+    hub_module.Hub("a/b", "v1", endpoint=endpoint, token="hf_secret")._limit(request)
+    assert ("authorization" in request.headers) == has_token
+
+
 def test_a_proxy_of_the_environment_is_used(hub: Hub, folder: Path) -> None:
     process = start(hub, "fill", folder, HF_ENDPOINT="http://hub.invalid", HTTP_PROXY=hub.url)
     _, faults = process.communicate()
@@ -899,9 +915,10 @@ def test_names_that_leave_the_folder_are_refused(path: Any) -> None:
         checked(MODEL, [listed(path)])
 
 
-def test_only_listings_have_limits_where_the_endpoint_is_an_api_too() -> None:
-    endpoint = "https://mirror/api/hub"
-    for path, has_limits in (("api/models/a/b/tree/v1", True), ("a/b/resolve/v1/model.safetensors", False)):
+@pytest.mark.parametrize("endpoint", ["https://hub", "https://mirror/api/hub"])
+def test_only_listings_have_limits(endpoint: str) -> None:
+    files = ("a/b/resolve/v1/model.safetensors", "api/resolve-cache/models/a/b/v1/config.json")
+    for path, has_limits in (("api/models/a/b/tree/v1", True), *((file, False) for file in files)):
         stream = httpx2.ByteStream(b"")
         response = httpx2.Response(200, stream=stream, request=httpx2.Request("GET", f"{endpoint}/{path}"))
         hub_module.Hub("a/b", "v1", endpoint=endpoint, token="")._check(response)
