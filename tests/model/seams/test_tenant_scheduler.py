@@ -15,6 +15,7 @@ import pytest
 from msgspec import structs
 
 from kvferry.engine.base import TierHints
+from kvferry.engine.vllm.plugins.core_fields import SET_FLOORS
 from kvferry.engine.vllm.start.arguments import ADAPTER_SCHEDULER, TENANT_SCHEDULER
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.pages.pool_pages import PoolPages
@@ -374,8 +375,6 @@ def test_a_floor_that_came_from_another_engine_is_kept(vllm_config: Any, moved: 
 
 def test_an_idle_engine_has_a_changed_floor_at_once(vllm_config: Any) -> None:
     from vllm.v1.engine.core import EngineCore
-
-    from kvferry.engine.vllm.plugins.tenant_scheduler import SET_FLOORS
 
     steps = Steps(vllm_config, is_async=False)
     steps.add(prompt_of(1, 18), TierHints(Namespace("acme"), terms=EngineTerms(cpu=TierTerms(), device=TierTerms())))

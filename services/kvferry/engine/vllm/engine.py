@@ -43,6 +43,7 @@ from kvferry.engine.parsing import ParsedAnswer
 from kvferry.engine.quality_report import QualityReport, read_report, why_not_shown
 from kvferry.engine.vllm.adapter_folder import stage
 from kvferry.engine.vllm.adapters import Adapters
+from kvferry.engine.vllm.plugins.core_fields import SET_FLOORS
 from kvferry.engine.vllm.rendering.structured_outputs import StructuredOutputValidator, structured_outputs_config
 from kvferry.engine.vllm.rendering.tokenizer_words import keep_none_in, keep_none_in_copies
 from kvferry.engine.vllm.rendering.vocabulary import Vocabulary
@@ -442,8 +443,6 @@ class VllmEngine:
         if not self._has_tenants or self._llm is None:
             return
         from vllm.v1.engine.exceptions import EngineDeadError
-
-        from kvferry.engine.vllm.plugins.tenant_scheduler import SET_FLOORS
 
         with contextlib.suppress(EngineDeadError):  # `check_health` says it
             await self._llm.engine_core.call_utility_async(SET_FLOORS, floors)

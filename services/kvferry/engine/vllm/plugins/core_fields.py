@@ -1,4 +1,4 @@
-"""Fields that the engine core adds to vLLM's messages to the worker."""
+"""Names of what vLLM's engine core and its worker tell each other beside vLLM's own messages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ CACHED_PARAMETER = "kvferry_cached"
 # In a scheduler's statistics, among those of encoder caches, which have a dictionary for any connector: tier -> rows of
 # `tenancy/pages/usage_report.py`.
 HOLDINGS_TAG = "kvferry.tenants"
+
+# A utility of the engine core (plugins/tenant_scheduler.py), which vLLM's clients call by its name.
+SET_FLOORS = "kvferry_set_floors"
 
 
 def cached_tokens(sources: PromptSources, loaded: Mapping[str, int] | None) -> CachedTokens:

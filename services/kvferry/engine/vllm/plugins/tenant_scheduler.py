@@ -24,6 +24,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from kvferry.engine.vllm.plugins.adapter_turns import AdapterTurns, without
+from kvferry.engine.vllm.plugins.core_fields import SET_FLOORS
 from kvferry.engine.vllm.plugins.tenant_holdings import HoldingsReport
 from kvferry.engine.vllm.plugins.tier.request_tier_state import hints_of
 from kvferry.engine.vllm.plugins.tier.tenant_policy import TenantCachePolicy
@@ -34,7 +35,6 @@ from kvferry.tenancy.pages.pool_pages import PoolPages
 from kvferry.tenancy.shares.step_order import Candidate, StepOrder, step_order
 from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, KnownTerms
 
-SET_FLOORS = "kvferry_set_floors"  # a utility of the engine core, which clients of vLLM call by its name
 MAX_EXPIRED_PER_STEP = 1024  # about 3 ms
 MAX_FIRST = 8  # waiting prompts that are looked at for a step
 _UNKNOWN = DEFAULT_NAMESPACE.tenant
