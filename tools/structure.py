@@ -51,13 +51,13 @@ LIMITS = {
     "readme_words": 900,
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
-    "files": 372,
-    "lines": 56_820,
+    "files": 370,
+    "lines": 56_800,
     "docstring_words": 34_480,  # a share of the lines would rise where code goes
     "root_modules": 7,
     "most_files_in_a_package": 19,
     "settings": 225,
-    "files_called": 73,
+    "files_called": 71,
 }
 _LONG_FUNCTION = 60
 _NUM_PASSAGES = 5  # what only one of these requests calls belongs to a heartbeat, or to a queue on a busy machine

@@ -19,7 +19,7 @@ from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.record_views import record_values
 from kvferry.gateway.request_trace import RequestTrace
-from kvferry.gateway.token_timeouts import TokenTimeouts
+from kvferry.gateway.timeouts import TokenTimeouts
 from kvferry.link.remote_request import OnOutput, OnText
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.request_record import RequestRecord

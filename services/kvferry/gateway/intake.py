@@ -21,7 +21,7 @@ from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.models import AdapterNames, Models, Route
 from kvferry.gateway.request_trace import RequestTrace
-from kvferry.gateway.token_timeouts import TokenTimeouts
+from kvferry.gateway.timeouts import TokenTimeouts
 from kvferry.router.dispatch import Dispatcher
 
 Body = ChatBody | CompletionBody

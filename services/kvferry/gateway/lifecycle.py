@@ -40,8 +40,8 @@ from kvferry.gateway.intake import Intake
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
 from kvferry.gateway.models import AdapterNames, Models
 from kvferry.gateway.prometheus_targets import Targets
+from kvferry.gateway.timeouts import TokenTimeouts
 from kvferry.gateway.tls import GatewayTls
-from kvferry.gateway.token_timeouts import TokenTimeouts
 from kvferry.gateway.usage.usage_log import UsageLog
 from kvferry.link.identity.served_model import identity
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.gateway.bodies.value_counts import slices
+from kvferry.gateway.bodies.large_bodies import slices
 
 
 @given(st.lists(st.text(st.sampled_from('a"\\é,:')), max_size=5), st.integers(1, 20))

@@ -5,8 +5,8 @@ import pytest
 from kvferry.errors import InvalidRequest
 from kvferry.gateway.bodies import json_text
 from kvferry.gateway.bodies.json_text import decode_json, object_of, surrogate_fault
+from kvferry.gateway.bodies.large_bodies import MAX_VALUES
 from kvferry.gateway.bodies.long_texts import LONG_BYTES
-from kvferry.gateway.bodies.value_counts import MAX_VALUES
 
 
 @pytest.mark.parametrize("num_before", range(16))

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import InvalidRequest
-from kvferry.gateway.bodies import value_counts
+from kvferry.gateway.bodies import large_bodies
 from kvferry.gateway.bodies.grpc_bodies import read_generate
-from kvferry.gateway.bodies.openai_bodies import read_chat, read_completion
-from kvferry.gateway.bodies.value_counts import (
+from kvferry.gateway.bodies.large_bodies import (
     MAX_BACKSLASHES,
     MAX_NUMBER_CHARS,
     MAX_VALUES,
@@ -19,6 +18,7 @@ from kvferry.gateway.bodies.value_counts import (
     check_num_values,
     num_values_at_most,
 )
+from kvferry.gateway.bodies.openai_bodies import read_chat, read_completion
 from kvferry.inference.v1 import inference_pb2 as pb
 
 MOST = 1000
@@ -83,9 +83,9 @@ async def test_a_small_body_is_not_counted() -> None:
 )
 async def test_slices_do_not_change_the_count(value: Any, slice_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(value_counts, "_SLICE_BYTES", slice_bytes)
+        patch.setattr(large_bodies, "_SLICE_BYTES", slice_bytes)
         raw = json.dumps(value).encode()
-        counted = await value_counts._num_values_outside_texts(raw, 1_000_000)
+        counted = await large_bodies._num_values_outside_texts(raw, 1_000_000)
     assert counted == count(value)
     assert counted <= num_values_at_most(raw)
 

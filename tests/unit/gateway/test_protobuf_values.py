@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvferry.errors import InvalidRequest
-from kvferry.gateway.bodies.value_counts import UNCOUNTED_BYTES, check_num_message_values
+from kvferry.gateway.bodies.large_bodies import UNCOUNTED_BYTES, check_num_message_values
 from kvferry.inference.v1 import inference_pb2 as pb
 
 MOST = 40_000

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvferry.gateway.http.request_timeouts import RequestTimeout, RequestTimeouts
+from kvferry.gateway.timeouts import RequestTimeout, RequestTimeouts
 from support.waiting import until
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.errors import DeadlineExceeded
 from kvferry.gateway.choices import Choice
-from kvferry.gateway.token_timeouts import TokenTimeouts
+from kvferry.gateway.timeouts import TokenTimeouts
 from support.waiting import until
 
 

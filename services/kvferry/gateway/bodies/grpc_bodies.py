@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from kvferry.errors import InvalidRequest, RequestError
 from kvferry.gateway.bodies.grpc_texts import contents_of, text_of
 from kvferry.gateway.bodies.json_text import object_of, require_few_values
+from kvferry.gateway.bodies.large_bodies import read_varint
 from kvferry.gateway.bodies.openai_bodies import (
     MAX_MESSAGES,
     MAX_TOKEN_IDS,
@@ -22,7 +23,6 @@ from kvferry.gateway.bodies.openai_bodies import (
     chat_of,
     completion_of,
 )
-from kvferry.gateway.bodies.value_counts import read_varint
 from kvferry.inference.v1 import inference_pb2 as pb
 
 # Fields of a body -> of a message; of what is below them only the first part differs.

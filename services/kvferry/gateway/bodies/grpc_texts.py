@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvferry.gateway.bodies.large_bodies import fields_of_bytes
 from kvferry.gateway.bodies.long_texts import LONG_BYTES, join_in_steps
-from kvferry.gateway.bodies.value_counts import fields_of_bytes
 from kvferry.inference.v1 import inference_pb2 as pb
 
 _STEP_BYTES = 64 << 10

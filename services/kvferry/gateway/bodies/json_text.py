@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import InvalidRequest
+from kvferry.gateway.bodies.large_bodies import MAX_NUMBER_CHARS, MAX_VALUES, num_values_at_most
 from kvferry.gateway.bodies.long_texts import LONG_BYTES, decode_in_steps
-from kvferry.gateway.bodies.value_counts import MAX_NUMBER_CHARS, MAX_VALUES, num_values_at_most
 
 
 def _float(digits: str) -> float:

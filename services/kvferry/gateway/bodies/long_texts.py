@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.gateway.bodies.value_counts import slices
+from kvferry.gateway.bodies.large_bodies import slices
 
 JOIN_AT_ONCE_CHARS = 256 << 10
 

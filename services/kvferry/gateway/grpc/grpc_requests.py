@@ -11,9 +11,8 @@ from kvferry.engine.base import EngineOutput, TokenLogprob, ToolCallDelta
 from kvferry.errors import RequestError
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.bodies.grpc_bodies import in_fields, read_generate, read_tokenize
-from kvferry.gateway.bodies.large_bodies import in_thread_if_large, join
+from kvferry.gateway.bodies.large_bodies import MAX_VALUES, check_num_message_values, in_thread_if_large, join
 from kvferry.gateway.bodies.openai_bodies import ChatBody, CompletionBody, for_renderer
-from kvferry.gateway.bodies.value_counts import MAX_VALUES, check_num_message_values
 from kvferry.gateway.choices import Choice, ParsedChoice, Usage
 from kvferry.gateway.generation import Gathered, Generation, refuse_abort
 from kvferry.gateway.identity.tenants import Tenant

@@ -31,7 +31,6 @@ from kvferry.gateway.http.browser_requests import require_json, require_local_pa
 from kvferry.gateway.http.connection_limits import ConnectionLimits, raise_descriptor_limit
 from kvferry.gateway.http.openai_endpoint import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.http.openai_responses import DONE, error_body, error_chunk
-from kvferry.gateway.http.request_timeouts import RequestTimeouts
 from kvferry.gateway.http.stream_writer import MAX_SILENCE_S, StreamWriter, keep_alive, open_stream_writer
 from kvferry.gateway.http.uvicorn_connection import Exchange, drop_exchange, exchange_of
 from kvferry.gateway.identity.access import Access
@@ -40,6 +39,7 @@ from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.models import AdapterNames, Models
 from kvferry.gateway.record_views import for_tenant
 from kvferry.gateway.request_trace import RequestTrace, begin_trace, trace_headers
+from kvferry.gateway.timeouts import RequestTimeouts
 from kvferry.gateway.unread_answers import Connection, UnreadAnswers
 from kvferry.observability.exposition import CONTENT_TYPE
 from kvferry.util.addresses import describe_client

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from kvferry.engine.base import EngineOutput
 from kvferry.errors import EngineError, KvferryError
 from kvferry.gateway.admission import Claim
-from kvferry.gateway.bodies.large_bodies import in_thread_if_large, join
+from kvferry.gateway.bodies.large_bodies import MAX_VALUES, check_num_values, in_thread_if_large, join
 from kvferry.gateway.bodies.openai_bodies import (
     ChatBody,
     CompletionBody,
@@ -21,7 +21,6 @@ from kvferry.gateway.bodies.openai_bodies import (
     read_chat,
     read_completion,
 )
-from kvferry.gateway.bodies.value_counts import MAX_VALUES, check_num_values
 from kvferry.gateway.generation import Gathered, Generation, refuse_abort
 from kvferry.gateway.http.openai_parsed_responses import NamedCallFormat, ParsedChatFormat
 from kvferry.gateway.http.openai_responses import DONE, ChatFormat, CompletionFormat, Format, encode, error_chunk
