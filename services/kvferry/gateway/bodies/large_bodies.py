@@ -34,6 +34,9 @@ def slices(raw: bytes, slice_bytes: int) -> Iterator[Slice]:
         start = end
 
 
+# An upper bound is counted first: texts inside may hold commas and brackets. Where that is too much, texts are left
+# out.
+
 MAX_VALUES = 50_000  # of a body; parsing takes up to 0.3 us each
 MAX_BACKSLASHES = 2_000_000  # escapes in texts take 7 ns each
 UNCOUNTED_BYTES = 64 << 10  # has at most half as many values

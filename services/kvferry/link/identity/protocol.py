@@ -10,6 +10,10 @@ from kvferry.config import MAX_ADAPTERS, is_of_entry
 from kvferry.membership.base import MemberId
 from kvferry.wire.v1 import worker_pb2 as pb
 
+# Releases may differ while a cluster is upgraded. Ends of one cluster and model use the highest version of the protocol
+# that both speak; an end skips messages of a kind that it does not know, and sends those of a feature only to an end
+# that names it. Version 1 is the release before there were versions: it says nothing, and knows no feature.
+
 OLDEST_VERSION = 1
 NEWEST_VERSION = 2
 
