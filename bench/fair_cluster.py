@@ -14,8 +14,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvferry.tenancy.shares.expected_wait import BacklogCurve, fair_wait_ms
 from kvferry.tenancy.shares.fair_queue import FairQueue, QueueParameters
-from kvferry.tenancy.shares.fair_wait import BacklogCurve, fair_wait_ms
 from kvferry.tenancy.shares.tenant_queue import Slice
 
 MS_PER_TOKEN = 0.1

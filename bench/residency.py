@@ -42,7 +42,7 @@ from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.pages.keys import KEY_BYTES, pack_keys, route_keys, seed_of, unpack_keys
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.router.placement import Candidate, PlacementRequest
-from kvferry.router.placer import Placer
+from kvferry.router.priced_placement import Placer
 from kvferry.worker.page_mirror import PageMirror
 from kvferry_loadtest.machine import machine_line
 

@@ -38,10 +38,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "gateway/identity/tenant_directory.py": ("tests/unit/gateway/test_tenant_directory.py",),
     "keeper/remote/chunk_lender.py": ("tests/unit/keeper/test_chunk_lender.py",),
     "link/flow_control.py": ("tests/unit/link/test_flow_control.py",),
-    "link/quarantine.py": ("tests/unit/link/test_quarantine.py",),
+    "link/request_quarantine.py": ("tests/unit/link/test_request_quarantine.py",),
     "router/prices/ledger.py": ("tests/unit/router/test_ledger.py",),
     "store/keyring.py": ("tests/unit/store/test_keyring.py",),
-    "store/quarantine.py": ("tests/unit/store/test_quarantine.py",),
+    "store/chunk_quarantine.py": ("tests/unit/store/test_chunk_quarantine.py",),
     "store/seal_counts.py": ("tests/unit/store/test_sealing_keys.py",),
     "tenancy/limits.py": ("tests/unit/tenancy/test_limits.py",),
     "tenancy/shares/slots.py": ("tests/unit/tenancy/test_slots.py",),
@@ -70,7 +70,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "only its truth counts"
         ),
     },
-    "link/quarantine.py Quarantine.add": {
+    "link/request_quarantine.py Quarantine.add": {
         "self._digest_to_end_s.popitem(last=None)": "only its truth counts",
     },
     "router/prices/ledger.py WorkerAccount.__init__": {

@@ -14,7 +14,7 @@ from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.base import MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, Tier
-from kvferry.router.policy import Measured, PricedPolicy
+from kvferry.router.placement_policy import Measured, PricedPolicy
 from kvferry.util.addresses import free_port
 from kvferry.worker.lifecycle import WorkerHost
 from kvferry_sim import SimEngine

@@ -18,8 +18,8 @@ from kvferry.engine.time_shares import PromptShares, PromptTime, TransferShares
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.placement import Candidate, PlacementRequest
-from kvferry.router.placer import Decision
-from kvferry.router.policy import Measured, PricedPolicy
+from kvferry.router.placement_policy import Measured, PricedPolicy
+from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import NO_VOLUMES
 from kvferry.router.prices.rates import CostDefaults
 

@@ -51,7 +51,7 @@ from kvferry.observability.tracing import Tracing, start_tracing
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.placement import why_unequal
-from kvferry.router.policy import Policy, PricedPolicy, RoundRobinPolicy
+from kvferry.router.placement_policy import Policy, PricedPolicy, RoundRobinPolicy
 from kvferry.router.prices.pricing import VolumeCosts
 from kvferry.router.residency_subscriber import ResidencySubscriber
 from kvferry.router.usage import UsageExchange

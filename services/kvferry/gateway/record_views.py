@@ -8,7 +8,7 @@ from typing import Any, Final
 from msgspec import structs
 
 from kvferry.config import entry_of
-from kvferry.router.policy import explain
+from kvferry.router.placement_policy import explain
 from kvferry.router.request_record import RequestRecord
 
 HIDDEN: Final = "hidden"  # there is a value, for operators

@@ -36,8 +36,8 @@ from kvferry.errors import (
     WorkerLost,
 )
 from kvferry.link.identity.protocol import CONTINUE
-from kvferry.link.quarantine import QUARANTINE_S, Quarantine, to_wire
 from kvferry.link.remote_request import OnOutput, OnText, RemoteRequest, transferred_pages
+from kvferry.link.request_quarantine import QUARANTINE_S, Quarantine, to_wire
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId
 from kvferry.observability.telemetry import FALLBACK_CAUSES
@@ -46,8 +46,8 @@ from kvferry.router.answer import AnswerSoFar
 from kvferry.router.engine_losses import EngineLosses, digest_of
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement import Placement
-from kvferry.router.placer import Decision
-from kvferry.router.policy import Measured, Policy
+from kvferry.router.placement_policy import Measured, Policy
+from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import NO_VOLUMES, VolumeCosts
 from kvferry.router.request_placer import (
     NOT_TRIED,

@@ -12,7 +12,7 @@ from kvferry.config import entry_of, is_of_entry
 from kvferry.engine.base import EngineRequest, RequestId, TransferParams
 from kvferry.errors import KvferryError, NoDecodeWorker, Overloaded, Quarantined, UnavailableError
 from kvferry.link.identity.protocol import CONTINUE, IMAGES
-from kvferry.link.quarantine import QUARANTINE_S, Quarantine
+from kvferry.link.request_quarantine import QUARANTINE_S, Quarantine
 from kvferry.link.worker_link import Place, WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.pages.keys import page_images, route_keys, seed_of
@@ -20,8 +20,8 @@ from kvferry.router.answer import AnswerSoFar
 from kvferry.router.engine_losses import EngineLosses, RequestLosses, digest_of
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement import Candidate, Placement, PlacementRequest, Reason, can_exchange, why_unequal
-from kvferry.router.placer import Decision
-from kvferry.router.policy import Policy
+from kvferry.router.placement_policy import Policy
+from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import VolumeCosts
 from kvferry.router.request_record import RequestRecord
 from kvferry.router.room_queue import RoomQueues

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 from kvferry.store import chunk_file, folder, paths
 from kvferry.store.chunk_file import HEADER_BYTES, Keyring
+from kvferry.store.chunk_quarantine import Quarantine
 from kvferry.store.direct_io import aligned_buffer
 from kvferry.store.index.chunk_index import ChunkIndex
 from kvferry.store.index.chunk_table import IndexEntry
 from kvferry.store.layout import ChunkId, LayoutDigest
 from kvferry.store.outcome import Outcome, outcome_of, outcome_of_open
-from kvferry.store.quarantine import Quarantine
 from kvferry.store.volume_files import NO_INODE, Inode, VolumeFiles
 from kvferry.tenancy.namespace import Namespace
 

@@ -18,6 +18,7 @@ from kvferry.errors import TierError
 from kvferry.store import chunk_file, folder, paths
 from kvferry.store.adoption import Adopter
 from kvferry.store.chunk_file import HEADER_BYTES, Keyring
+from kvferry.store.chunk_quarantine import Quarantine
 from kvferry.store.chunk_reader import ChunkReader
 from kvferry.store.chunk_writer import ChunkWriter
 from kvferry.store.direct_io import DirectIo
@@ -28,7 +29,6 @@ from kvferry.store.index.eviction import EvictionPolicy, Lru
 from kvferry.store.index.space_ledger import File
 from kvferry.store.layout import ALIGNMENT, ChunkId, ChunkKey, ChunkLayout, LayoutDigest, validate_payload_bytes
 from kvferry.store.outcome import Outcome as Outcome
-from kvferry.store.quarantine import Quarantine
 from kvferry.store.seal_counts import SealCounts
 from kvferry.store.volume_files import NO_INODE, VolumeFiles
 from kvferry.tenancy.namespace import Namespace

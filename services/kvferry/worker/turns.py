@@ -17,8 +17,8 @@ from kvferry.errors import Overloaded, Preempted
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
 from kvferry.tenancy.pages.outcome import OTHER
 from kvferry.tenancy.shares.debts import Debts
+from kvferry.tenancy.shares.expected_wait import BacklogCurve
 from kvferry.tenancy.shares.fair_queue import FairQueue, QueueParameters
-from kvferry.tenancy.shares.fair_wait import BacklogCurve
 from kvferry.tenancy.shares.slots import DecodeSlots
 from kvferry.tenancy.shares.tenant_queue import Slice
 

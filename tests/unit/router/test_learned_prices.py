@@ -12,8 +12,8 @@ from kvferry.engine.base import EngineDurations, EngineStats, PromptSources
 from kvferry.membership.base import MemberId
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.placement import Candidate, PlacementRequest, Reason, RequestId
-from kvferry.router.placer import Decision, Placer
-from kvferry.router.policy import Measured, PricedPolicy
+from kvferry.router.placement_policy import Measured, PricedPolicy
+from kvferry.router.priced_placement import Decision, Placer
 from kvferry.router.prices.rates import CostDefaults
 from support.candidates import candidate
 from support.virtual_fleet import Fleet

@@ -9,8 +9,8 @@ import pytest
 from kvferry.membership.base import MemberId, MemberKind
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.placement import Candidate, PlacementRequest, RequestId
-from kvferry.router.placer import Decision
-from kvferry.router.policy import Measured, PricedPolicy
+from kvferry.router.placement_policy import Measured, PricedPolicy
+from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import NO_VOLUMES
 from support.candidates import candidate
 

@@ -15,7 +15,7 @@ from kvferry.membership.base import MemberId
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.router.placement import Candidate, PlacementRequest, Reason
-from kvferry.router.placer import Decision, Placer
+from kvferry.router.priced_placement import Decision, Placer
 from kvferry.router.prices.pricing import NO_VOLUMES, VolumeCosts
 from kvferry.router.prices.rates import CostDefaults
 from support.candidates import candidate

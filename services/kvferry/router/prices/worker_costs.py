@@ -17,7 +17,7 @@ from kvferry.router.prices.rates import (
     prefill_rate,
     step_scale,
 )
-from kvferry.tenancy.shares.fair_wait import BacklogCurve
+from kvferry.tenancy.shares.expected_wait import BacklogCurve
 
 # How many prompt tokens of reports decide what part of other gateways' prompts is computed, the rest being cached.
 _SHARE_TOKENS = 50_000

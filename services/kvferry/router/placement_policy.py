@@ -13,7 +13,7 @@ from kvferry.engine.base import EngineDurations, RequestId
 from kvferry.membership.base import MemberId
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.placement import Candidate, Placement, PlacementRequest, RoundRobin
-from kvferry.router.placer import Decision, Placer
+from kvferry.router.priced_placement import Decision, Placer
 from kvferry.router.prices.pricing import Price, VolumeCosts
 from kvferry.router.prices.rates import CostDefaults
 

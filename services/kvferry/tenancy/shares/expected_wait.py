@@ -1,14 +1,14 @@
 """The wait of a new prompt in a worker's fair queue."""
 
-#     finish = own backlog + this prompt's ms, divided by the weight
-#     wait   = own backlog + sum over other tenants of min(backlog, weight x finish)
-#
-# The other tenants are served meanwhile as long as they have work, each at its weight; the queue's length says little.
-
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+
+#     finish = own backlog + this prompt's ms, divided by the weight
+#     wait   = own backlog + sum over other tenants of min(backlog, weight x finish)
+#
+# The other tenants are served meanwhile as long as they have work, each at its weight; the queue's length says little.
 
 # Backlogs divided by weights, in ms: below and above these powers of two all are counted together.
 _MIN_EXPONENT = -4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.link.quarantine import DIGEST_BYTES, MAX_QUARANTINED, QUARANTINE_S, Quarantine, to_wire
+from kvferry.link.request_quarantine import DIGEST_BYTES, MAX_QUARANTINED, QUARANTINE_S, Quarantine, to_wire
 from kvferry.wire.v1 import worker_pb2 as pb
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.tenancy.shares.fair_wait import BacklogCurve, fair_wait_ms
+from kvferry.tenancy.shares.expected_wait import BacklogCurve, fair_wait_ms
 
 WEIGHTS = st.floats(0.05, 50)
 BACKLOGS = st.floats(0.5, 1e6)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.store.chunk_quarantine import Quarantine
 from kvferry.store.direct_io import Fault, FaultyIo, Operation
-from kvferry.store.quarantine import Quarantine
 from kvferry.store.volume import Outcome, Volume
 from support.tier_chunks import CHUNK_BYTES, LAYOUT, chunk, chunk_files, empty, payload, quarantined
 from support.tier_volumes import Opened, opened_volumes

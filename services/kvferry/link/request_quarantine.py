@@ -1,14 +1,14 @@
 """Digests of requests under which engines were lost, for a time. Pure, with passed time."""
 
-# Gateways refuse them. Each gateway tells its workers, which tell their other gateways: that needs no registry, and
-# both ends of a link have the same few entries.
-
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
 
 from kvferry.wire.v1 import worker_pb2 as pb
+
+# Gateways refuse them. Each gateway tells its workers, which tell their other gateways: that needs no registry, and
+# both ends of a link have the same few entries.
 
 QUARANTINE_S = 300.0
 MAX_QUARANTINED = 1024  # the latest are kept
