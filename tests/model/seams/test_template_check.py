@@ -84,7 +84,7 @@ def test_a_template_that_refuses_ordinary_messages_by_itself_is_told_of(
 
     with_template.chat_template = "{{ raise_exception(" + reason + ") }}{{ messages }}"
     check_template(with_template, ModelConfig(chat_template=Path("/etc/chat.jinja")), LIMITS)
-    (record,) = (each for each in caplog.records if each.name.endswith("template_check"))
+    (record,) = (each for each in caplog.records if each.name.endswith("chat_template"))
     assert re.search(r"chat\.jinja: it refuses an ordinary message.*: (never user|x\S*31mx)", record.getMessage())
     assert len(record.getMessage()) < 600
     assert record.getMessage().isprintable()
