@@ -81,6 +81,7 @@ async def gateway_process(folder: Path) -> AsyncIterator[Gateway]:
         "max_body_bytes": MAX_BODY_BYTES,
         "placement": "round_robin",
         "max_requests": 4096,
+        "queue_timeout_s": 120.0,  # a slow machine refuses nothing here
     }
     sim = {"step_ms": 5.0, "prefill_tokens_per_s": 500_000.0, "max_model_len": MAX_MODEL_LEN, "num_pages": 16_384}
     worker = {"max_requests": 4096}

@@ -40,7 +40,7 @@ from support.waiting import PATIENCE_S, wait_until
 
 MODEL = "SmolLM2-135M-Instruct"  # the default's name, with the twin too
 
-pytestmark = [pytest.mark.cluster]
+pytestmark = [pytest.mark.cluster, pytest.mark.ray]
 
 
 @pytest.fixture

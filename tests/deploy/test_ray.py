@@ -38,7 +38,7 @@ from support.kuberay_model import Model, serving
 from support.ray_cluster import RayCluster, a_ray_cluster
 from support.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.cluster]
+pytestmark = [pytest.mark.cluster, pytest.mark.ray]
 
 MODEL = "sim-model"
 

@@ -30,6 +30,7 @@ NEEDS: Mapping[str, Resources] = {
     REAL_CLUSTER: Resources(cores=2.0, gib=12.0),
     "model": Resources(cores=1.1, gib=6.0),
     "shared_pair": Resources(cores=1.1, gib=6.0),
+    "ray": Resources(cores=1.5, gib=6.0),
     "cluster": Resources(cores=0.6, gib=4.0),
     "vllm": Resources(cores=0.125, gib=2.0),
     "": Resources(cores=0.125, gib=1.0),

@@ -31,6 +31,8 @@ UNITS = [
         (("asyncio", "timeout"), ":tests/a.py"),
         (("model",), "model:tests/a.py"),
         (("cluster",), "cluster:tests/a.py"),
+        (("cluster", "ray"), "ray:tests/a.py"),
+        (("cluster", "model", "ray"), "real_cluster:tests/a.py"),
         (("model", "cluster"), "real_cluster:tests/a.py"),
         (("model", "shared_pair"), "shared_pair:"),
         (("vllm",), "vllm:"),
