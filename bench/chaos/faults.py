@@ -21,7 +21,7 @@ from kvferry.router.engine_losses import MAX_LOSSES
 REQUESTS_PER_MINUTE = 6.0  # one at each gateway, and one more each 10 s: fewer than the bursty tenant sends
 REFUSED_WITHIN_S = 20.0
 NUM_IN_CROWD = 128  # more at once than the cluster takes of a tenant
-TOKENS_OF_CROWD = (4, 32, 256)  # of an answer: where none is refused the cluster was as fast as the clients
+TOKENS_OF_CROWD = (4, 32, 256)  # tokens of an answer, tried in turn: a fast cluster refuses no crowd of short answers
 
 Progress = Callable[[str], None]
 Fault = Callable[[Fleet, random.Random, int, Progress], Awaitable[None]]

@@ -225,14 +225,21 @@ def _unusable(what: str, key: str = "model.path") -> ConfigError:
 @contextlib.contextmanager
 def _announced(what: str, report: Callable[[str], None]) -> Iterator[None]:
     started_s = time.monotonic()
+    report(what)
+    with repeated(lambda: f"{what}: {time.monotonic() - started_s:.0f} s", _REPORT_INTERVAL_S, report):
+        yield
+
+
+@contextlib.contextmanager
+def repeated(line: Callable[[], str], interval_s: float, report: Callable[[str], None]) -> Iterator[None]:
+    """Report `line()` at each interval, from a thread, while the block runs."""
     over = threading.Event()
 
     def repeat() -> None:
-        while not over.wait(_REPORT_INTERVAL_S):
-            report(f"{what}: {time.monotonic() - started_s:.0f} s")
+        while not over.wait(interval_s):
+            report(line())
 
-    report(what)
-    reporter = threading.Thread(target=repeat, name="model-progress", daemon=True)
+    reporter = threading.Thread(target=repeat, name="progress", daemon=True)
     reporter.start()
     try:
         yield

@@ -80,7 +80,7 @@ class Intake:
                 images = await self._images.load(messages, claim, takes_images=takes_images)
                 if images:
                     body = structs.replace(body, messages=messages)  # without the URLs
-                rendered = [_without_secrets(body, await renderer.render_chat(fields, images, asker=asker))]
+                rendered = [_without_hidden_logprobs(body, await renderer.render_chat(fields, images, asker=asker))]
             else:
                 rendered = list(await renderer.render_completion(fields, asker=asker))
         route.model.require_supported(rendered, route.pool)
@@ -179,7 +179,7 @@ def asker_of(tenant: Tenant, cache_salt: str | None) -> Asker:
     return Asker(tenant.name, salt_of(tenant, cache_salt))
 
 
-def _without_secrets(body: ChatBody, rendered: RenderedPrompt) -> RenderedPrompt:
+def _without_hidden_logprobs(body: ChatBody, rendered: RenderedPrompt) -> RenderedPrompt:
     if rendered.parse is None or body.include_reasoning is not False or rendered.sampling.logprobs is None:
         return rendered
     # Log-probabilities would reveal the tokens of the reasoning that is left out.

@@ -11,7 +11,6 @@ import re
 import secrets
 import shutil
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvferry.engine.vllm.start.weights import write_manifest
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model.marker import MARKER, Marker, sync_folder, why_not_whole, write
+from kvferry.model_folder import repeated
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
@@ -249,7 +249,6 @@ class _Download:
 
     @contextlib.contextmanager
     def progress(self, what: str, report: Report) -> Iterator[None]:
-        over = threading.Event()
         first_bytes, started_s = self.num_bytes(), time.monotonic()
 
         def line() -> str:
@@ -259,18 +258,11 @@ class _Download:
             left = f", {max(0, self._total_bytes - there) / rate:.0f} s left" if rate > 0 else ""
             return f"{what}: {_gib(there)} of {_gib(self._total_bytes)} ({percent} %), {rate / 1e6:.1f} MB/s{left}"
 
-        def repeat() -> None:
-            while not over.wait(PROGRESS_S):
-                report(line())
-
         report(line())
-        reporter = threading.Thread(target=repeat, name="download-progress", daemon=True)
-        reporter.start()
         try:
-            yield
+            with repeated(line, PROGRESS_S, report):
+                yield
         finally:
-            over.set()
-            reporter.join()
             report(line())
 
 
