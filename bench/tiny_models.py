@@ -42,8 +42,8 @@ def _configured(name: str, **values: Any) -> Callable[[], Any]:
     return configure
 
 
-# Of each, pages were shown to survive a transfer: tests/model/test_models.py.
-SHOWN: Mapping[str, Callable[[], Any]] = {
+# Models whose pages survive a transfer: tests/model/test_models.py.
+TESTED: Mapping[str, Callable[[], Any]] = {
     "gemma3": _configured(
         "Gemma3TextConfig",
         head_dim=32,
@@ -86,12 +86,12 @@ FURTHER: Mapping[str, Callable[[], Any]] = {
     ),
 }
 _SEEN = [1, 2, 3]  # layers
-# Of SHOWN, those whose weights are quantized: largest value, torch's and compressed-tensors' type, and its format.
+# Models of TESTED with quantized weights: largest value, torch's and compressed-tensors' type, and its format.
 _QUANTIZED: Mapping[str, tuple[float, str, str, str]] = {
     "qwen3-int8": (127.0, "int8", "int", "int-quantized"),
     "qwen3-fp8": (448.0, "float8_e4m3fn", "float", "float-quantized"),
 }
-# Models of SHOWN with other settings of both engines, and of the decode engine.
+# Models of TESTED with other settings of both engines, and of the decode engine.
 CONFIGURED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-tp2": ("qwen3", {"tensor_parallel_size": 2}),
     "qwen3-streamer": (
@@ -99,7 +99,7 @@ CONFIGURED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"args": {"load_format": "safetensors"}, "decode": {"args": {"load_format": "runai_streamer"}}},
     ),
 }
-# Of SHOWN, keys of `model`.
+# Keys of `model` for models of TESTED.
 YARN: Mapping[str, Any] = {
     "rope_parameters": {
         "rope_type": "yarn",
@@ -156,7 +156,7 @@ def _idefics3() -> Any:
     )
 
 
-# Models that take images, shown by tests/model/test_images.py.
+# Models with images, tested by tests/model/test_images.py.
 IMAGE_MODELS: Mapping[str, Callable[[], Any]] = {"idefics3": _idefics3}
 REFUSED: Mapping[str, Callable[[], Any]] = {
     "deepseek-v2": _configured(
@@ -208,7 +208,7 @@ REFUSED: Mapping[str, Callable[[], Any]] = {
 
 def write_config(name: str, folder: Path) -> Path:
     """Write a model's configuration, without weights."""
-    config = (SHOWN | REFUSED)[name]()
+    config = (TESTED | REFUSED)[name]()
     config.architectures = [f"{type(config).__name__.removesuffix('Config').removesuffix('Text')}ForCausalLM"]
     if name in _QUANTIZED:
         config.quantization_config = _quantization_config(name)
@@ -222,7 +222,7 @@ def make_model(name: str, folder: Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    AutoModelForCausalLM.from_config((SHOWN | FURTHER)[name]()).to(torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config((TESTED | FURTHER)[name]()).to(torch.float32).save_pretrained(folder)
     tokenizer = model_folder.resolve(model_folder.DEFAULT_NAME)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / file, folder / file)

@@ -1,1 +1,1 @@
-"""What is to be shown on GPUs, as a plan that runs itself: `make gpu-check`, docs/operator/gpu.md."""
+"""Checks on GPUs of what is tested on CPUs, as a plan that runs itself: `make gpu-check`, docs/operator/gpu.md."""

@@ -1,4 +1,4 @@
-"""Show on this machine's GPUs what was shown on CPUs, and write one report (docs/operator/gpu.md).
+"""Test on this machine's GPUs what is tested on CPUs, and write one report (docs/operator/gpu.md).
 
     make gpu-check                                  set up an environment for CUDA, run all parts: an hour at most
     make gpu-check ARGS="--only exact --only tiers" some of them
@@ -98,7 +98,7 @@ def _run(parts: list[Part], out: Path, limit_s: float) -> int:
     if seen & {"failed", "timed out"} or not is_written:
         return 1
     if "passed" not in seen:
-        _say("every part was skipped: nothing was shown")
+        _say("every part was skipped: nothing was tested")
         return 4
     return 0
 

@@ -13,7 +13,7 @@ _TIMEOUT_S = 60.0
 
 
 class NoGpu(Exception):
-    """Nothing can be shown here; the message says why."""
+    """Nothing can be tested here; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def why_failed(part: Part, out: Path, exit_code: int) -> str:
     return f"exit code {exit_code}: {_last_lines(out)}" if exit_code else ""
 
 
-def why_nothing_shown(part: Part, out: Path) -> str:
+def why_nothing_tested(part: Part, out: Path) -> str:
     """Return why all tests of a part that did not fail were skipped; empty if one passed."""
     tests = _tests(out) if part.kind == "tests" else None
     if tests is None or any(result == "passed" for _, result, _ in tests):

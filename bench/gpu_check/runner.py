@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import psutil
 
-from bench.gpu_check.outcomes import RESULTS, figures_of, plots_of, why_failed, why_nothing_shown
+from bench.gpu_check.outcomes import RESULTS, figures_of, plots_of, why_failed, why_nothing_tested
 from bench.gpu_check.parts import Part
 from kvferry.local.processes import has_variable
 
@@ -121,7 +121,7 @@ def run_part(
         outcome.reason = reason
     elif num_left:
         outcome.reason = f"{num_left} processes outlived it"
-    elif reason := why_nothing_shown(part, out):
+    elif reason := why_nothing_tested(part, out):
         outcome.status, outcome.reason = "skipped", reason
     else:
         outcome.status = "passed"

@@ -138,7 +138,7 @@ async def test_a_model_that_takes_none_says_so() -> None:
 
 
 async def test_entries_of_models_take_none() -> None:
-    """They were shown with the default model alone."""
+    """They are tested with the default model alone."""
     async with with_images(models=[{"name": "alpha"}]) as (_, renderer, http):
         answer = await post(http, image(url_of(PNG)), model="alpha")
         assert answer.status_code == 400

@@ -1,7 +1,7 @@
 """The whole real stack on this machine: vLLM, NIXL, etcd and Ray Serve, started by the command and used over HTTP.
 
 One cluster serves all tests of this file, in order; the last one kills it. Its decode engines speculate, so that an
-engine is killed among drafts. That answers are the same without them is shown in `tests/model/test_speculation.py`.
+engine is killed among drafts. `tests/model/test_speculation.py` tests that answers are the same without drafts.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ async def test_each_name_is_answered_by_its_model_over_both_protocols() -> None:
     }
     async with running(models=[ALPHA, BETA]) as cluster, client(cluster) as http, grpc_to(cluster) as channel:
         texts[""] = (await ask(http, prompt=prompt, max_tokens=12)).json()["choices"][0]["text"]
-        assert len(set(texts.values())) == 3, "or nothing can be shown"
+        assert len(set(texts.values())) == 3, "or the test proves nothing"
         stub = stub_on(channel)
         listed = (await http.get("/v1/models")).json()["data"]
         assert [each["id"] for each in listed] == list(NAME_TO_ENTRY)

@@ -463,7 +463,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         merged(MODELS, drafted()),
         "config.models[0].engine.tensor_parallel_size is 2 and config.engine.args.speculative_config has a draft "
-        "model, which was not shown on several ranks of tensor parallelism: use 1, or remove the draft model",
+        "model, which is untested on several ranks of tensor parallelism: use 1, or remove the draft model",
     ),
     (
         at("roles.prefill.engine.args.speculative_config", NGRAM),

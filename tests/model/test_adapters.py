@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from bench.tiny_models import OVERRIDDEN, SHOWN, make_model
+from bench.tiny_models import OVERRIDDEN, TESTED, make_model
 from kvferry.config import AdapterConfig, AdaptersConfig, EngineConfig, ModelConfig
 from kvferry.engine.base import (
     CachedTokens,
@@ -329,7 +329,7 @@ async def test_a_start_with_an_adapter_of_another_model_fails_with_its_reason(wo
 @only_with_all_models
 @pytest.mark.parametrize("name", OTHERS)
 async def test_adapters_of_other_models_give_what_they_give_alone(name: str, tmp_path: Path) -> None:
-    assert name in SHOWN
+    assert name in TESTED
     world = await make_world(name, tmp_path)
     try:
         await world.prefill.start()

@@ -21,7 +21,7 @@ import pytest
 from bench import model_matrix
 from bench.engine_device import model_config, on_gpu
 from bench.model_matrix import COLUMNS
-from bench.tiny_models import CONFIGURED, OVERRIDDEN, REFUSED, SHOWN, make_model, write_config
+from bench.tiny_models import CONFIGURED, OVERRIDDEN, REFUSED, TESTED, make_model, write_config
 from bench.vllm_engines import VllmPair, answer, child_processes, prefill, start_pair
 from kvferry.config import ModelConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, RequestId, Sampling, TierHints, TransferParams
@@ -34,7 +34,7 @@ from support.waiting import until
 pytestmark = [pytest.mark.model]
 
 # An engine takes half a minute to start.
-TRIED = [*SHOWN, *CONFIGURED] if ALL_MODELS else ["gemma3"]
+TRIED = [*TESTED, *CONFIGURED] if ALL_MODELS else ["gemma3"]
 if on_gpu():
     # vLLM computes 8-bit weights on GPUs in half precision, where answers depend on how prompts are cut; tensor
     # parallelism has a part of its own in `make gpu-check`.
@@ -42,7 +42,7 @@ if on_gpu():
 WINDOWED = {"gemma3", "mistral"}
 TIERED = [name for name in TRIED if name not in WINDOWED] or [pytest.param("qwen3", marks=only_with_all_models)]
 # vLLM inspects each in a process of its own.
-INSPECTED = [*SHOWN, *REFUSED] if ALL_MODELS else ["gemma3", "deepseek-v2"]
+INSPECTED = [*TESTED, *REFUSED] if ALL_MODELS else ["gemma3", "deepseek-v2"]
 
 MAX_MODEL_LEN = 2048  # beyond the context that LongRoPE was trained with
 BLOCK_SIZE = 32

@@ -75,9 +75,9 @@ def test_the_limit_of_adapters_is_allowed() -> None:
     assert len(parsed({"served": served}).adapters.served) == MAX_ADAPTERS
 
 
-def test_several_ranks_of_one_engine_were_not_shown() -> None:
+def test_several_ranks_of_one_engine_are_untested() -> None:
     served = {"served": {"sql": {"path": "/a"}}}
-    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size 2, only with 1"):
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel_size 2, only 1 is tested"):
         parsed(served, engine={"tensor_parallel_size": 2})
     assert parsed({}, engine={"tensor_parallel_size": 2}).adapters.served == {}
 
@@ -92,7 +92,7 @@ def test_several_ranks_of_one_engine_were_not_shown() -> None:
     ],
 )
 def test_vllms_own_arguments_name_the_key(argument: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{argument}: not taken here: use {key}"):
+    with pytest.raises(ConfigError, match=f"{argument}: not accepted here: use {key}"):
         parsed({}, engine={"args": {argument: 1}})
 
 
@@ -110,7 +110,7 @@ def test_adapters_are_of_the_default_model() -> None:
         configuration.parse({"models": [entry], "adapters": served, "prefill": none, "decode": none})
 
 
-def test_adapters_beside_drafts_were_not_shown() -> None:
+def test_adapters_beside_drafts_are_untested() -> None:
     ngram = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
     decode = {"engine": {"args": ngram}}
     with pytest.raises(ConfigError, match="beside speculative_config"):

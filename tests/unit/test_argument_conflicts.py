@@ -29,8 +29,8 @@ def fault(engine: dict[str, Any], **sections: Any) -> str:
         (
             {"tensor_parallel_size": 2, "args": DRAFTS},
             {},
-            "engine.tensor_parallel_size: expected 1 beside a draft model (engine.args.speculative_config), which was "
-            "not shown on several ranks of tensor parallelism, not 2",
+            "engine.tensor_parallel_size: expected 1 beside a draft model (engine.args.speculative_config), which is "
+            "untested on several ranks of tensor parallelism, not 2",
         ),
         (
             {"args": DRAFTS},

@@ -64,7 +64,7 @@ def test_null_removes_an_argument_from_a_role() -> None:
     ("args", "name", "words"),
     [
         ({}, "watermrk", "watermrk: vLLM's engine has no such argument; did you mean 'watermark'?"),
-        ({}, "max_num_seqs", "max_num_seqs: not taken here: use engine.max_num_seqs"),
+        ({}, "max_num_seqs", "max_num_seqs: not accepted here: use engine.max_num_seqs"),
         ({"seed": 3}, "seed", "seed: both roles need the same: remove it in engine.args"),
         ({"speculative_config": None}, "speculative_config", "engine.args: speculative_config: it has no value"),
     ],
@@ -108,7 +108,7 @@ def test_arguments_of_pools_are_checked() -> None:
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
-        ({"args": {"max_num_seqs": 7}}, "not taken here: use engine.max_num_seqs"),
+        ({"args": {"max_num_seqs": 7}}, "not accepted here: use engine.max_num_seqs"),
         ({"args": {"max-num-seqs": 7}}, "written as 'max_num_seqs'"),
         ({"args": {"watermrk": 1}}, "did you mean 'watermark'"),
         ({"args": {"kv_cache_memory_bytes": "1G"}}, "use engine.kv_cache_gib"),
@@ -122,7 +122,7 @@ def test_arguments_of_pools_are_checked() -> None:
         ({"args": {"speculative_config": NGRAM}}, "give it in decode.engine.args"),
         ({"args": {"speculative_config": {"method": "medusa"}}}, "add 'speculative_config' to engine.unproven"),
         ({"unproven": ["seed"]}, "it needs no permission"),
-        ({"unproven": ["block_size"]}, "not taken here: use engine.block_size"),
+        ({"unproven": ["block_size"]}, "not accepted here: use engine.block_size"),
         ({"unproven": ["nonsense"]}, "vLLM's engine has no such argument"),
         ({"env": {"VLLM_LOG_STATS_INTERVAL": 1}}, "quote it, as in engine.env.VLLM_LOG_STATS_INTERVAL='\"1\"'"),
         ({"env": {"LD_PRELOAD": "/x"}}, "begin with VLLM_"),
@@ -143,9 +143,9 @@ def test_what_is_not_taken_is_named(engine: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"method": "suffix"}, "only speculative decoding with method: ngram, draft_model, eagle, eagle3 was shown"),
-        ({"model": "x" * 500}, "not with 'model'"),
-        ({"quantization": "fp8"}, "not with 'quantization'"),
+        ({"method": "suffix"}, "tested methods of speculative decoding: ngram, draft_model, eagle, eagle3"),
+        ({"model": "x" * 500}, "'model' is untested"),
+        ({"quantization": "fp8"}, "'quantization' is untested"),
         ({"num_speculative_tokens": 17}, "from 1 to 16"),
         ({"prompt_lookup_max": 1025}, "prompt_lookup_max: expected a whole number from 1 to 1024"),
     ],
@@ -239,11 +239,11 @@ def test_a_draft_model_is_of_both_roles() -> None:
         ({"model": "x" * 4097}, "model: expected"),
         ({"model": "s3://bucket/draft"}, "model: expected the draft model's folder"),
         ({"num_speculative_tokens": 17}, "from 1 to 16"),
-        ({"draft_sample_method": "probabilistic"}, "not with 'draft_sample_method'"),
-        ({"quantization": "fp8"}, "not with 'quantization'"),
+        ({"draft_sample_method": "probabilistic"}, "'draft_sample_method' is untested"),
+        ({"quantization": "fp8"}, "'quantization' is untested"),
     ],
 )
-def test_draft_models_are_taken_as_they_were_shown(change: dict[str, Any], words: str) -> None:
+def test_draft_models_are_accepted_with_tested_settings(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parsed({"args": {"speculative_config": {**DRAFTS, **change}}})
     assert words in caught.value.message
@@ -274,10 +274,10 @@ def test_ways_to_read_the_same_weights_are_free(args: dict[str, Any]) -> None:
     [
         ({"load_format": "dummy"}, "dummy: weights are random"),
         ({"load_format": "fastsafetensors"}, "of a GPU alone"),
-        ({"load_format": "x" * 5000}, "auto, safetensors, runai_streamer, which were shown"),
-        ({"load_format": ["auto"]}, "were shown"),
+        ({"load_format": "x" * 5000}, "auto, safetensors, runai_streamer, which are tested"),
+        ({"load_format": ["auto"]}, "are tested"),
         ({"model_loader_extra_config": "x"}, "expected a mapping"),
-        ({"model_loader_extra_config": {"distributed": True}}, "shown are enable_multithread_load, num_threads"),
+        ({"model_loader_extra_config": {"distributed": True}}, "tested keys are enable_multithread_load, num_threads"),
         ({"model_loader_extra_config": {"enable_multithread_load": 1}}, "expected true or false"),
         ({"model_loader_extra_config": {"num_threads": True}}, "num_threads: expected a whole number from 1 to 256"),
         ({"model_loader_extra_config": {"num_threads": 257}}, "from 1 to 256"),
@@ -363,7 +363,7 @@ def test_a_limit_of_memory_has_limits() -> None:
 @pytest.mark.parametrize("name", ["enable_sleep_mode", "sleep_preserve_parameter_names", "weight_transfer_config"])
 def test_memory_and_weights_that_go_away_cannot_be_permitted(name: str) -> None:
     for engine in ({"args": {name: True}}, {"unproven": [name]}):
-        with pytest.raises(ConfigError, match=f"{name}'?: not taken here: "):
+        with pytest.raises(ConfigError, match=f"{name}'?: not accepted here: "):
             parsed(engine)
 
 

@@ -160,7 +160,7 @@ EXPECTED: Mapping[str, Expected] = {
 
 
 def why_not_expected(name: str, value: object) -> str:
-    """Return what is expected of a value, or an empty string for one that is taken. Names may be of unproven ones."""
+    """Return what is expected of a value, or an empty string for a good one. `name` may be an unproven argument."""
     if value in ("", []):
         return "it is empty; leave it out to have vLLM's default"  # vLLM would turn a flag on
     if (reason := _why_no_argument(value, _MAX_DEPTH)) or (expected := EXPECTED.get(name)) is None:
@@ -206,8 +206,8 @@ def why_in_conflict(
     ranks, most = settings["tensor_parallel_size"], settings["max_num_batched_tokens"]
     if ranks > 1 and draft_model(args) and SPECULATION not in unproven:
         return (
-            f"{keys['tensor_parallel_size']}: expected 1 beside a draft model ({keys[SPECULATION]}), which was not "
-            f"shown on several ranks of tensor parallelism, not {ranks}"
+            f"{keys['tensor_parallel_size']}: expected 1 beside a draft model ({keys[SPECULATION]}), which is "
+            f"untested on several ranks of tensor parallelism, not {ranks}"
         )
     if most is not None:
         key = f"{keys['max_num_batched_tokens']} ({most})"

@@ -1,7 +1,7 @@
 """Which arguments of vLLM's engine `engine.args` may hold, and why.
 
 Each of vLLM 0.32's `AsyncEngineArgs` is in one of four tables: refused, equal in both roles and part of the exchange
-digest, free by role, or unproven (refused unless `engine.unproven` names it, but for shown values).
+digest, free by role, or unproven (refused unless `engine.unproven` names it or the value is a tested one).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ REFUSED: Mapping[str, str] = {
         "data_parallel_backend elastic_ep_max_dp_size dp_sync_interval disable_nccl_for_dp_synchronization",
         "each rank has KV pages of its own, and gateways know one set of pages per worker: set prefill.replicas and "
         "decode.replicas instead, which is the same for models without experts; experts on several data-parallel ranks "
-        "were not shown to give right answers (vLLM's CPU backend lacks their exchange)",
+        "are untested (vLLM's CPU backend lacks their exchange)",
     ),
     **_each(
         "nnodes node_rank master_addr master_port distributed_executor_backend ray_workers_use_nsight",
@@ -81,7 +81,7 @@ REFUSED: Mapping[str, str] = {
     "engine.tensor_parallel_size",
     **_each("logits_processors", "answers that another worker continues need kvferry's own"),
     "structured_outputs_config": "llguidance follows all grammars, which gateways try before: limits of "
-    "time and memory, and answers that go on elsewhere, were shown with no other backend",
+    "time and memory, and answers that go on elsewhere, are untested with any other backend",
     **_each("additional_config", "vLLM's processes find values of the exchange digest in it"),
     **_each("disable_log_stats", "loads and times of requests are read from these statistics"),
     **_each("enable_log_requests", "prompts of tenants do not go into logs"),
@@ -94,7 +94,8 @@ REFUSED: Mapping[str, str] = {
     "kind of tokenizer in model.path",
     **_each("revision code_revision hf_token download_dir", "models are downloaded before engines start: model.path"),
     **_each(
-        "ignore_patterns pt_load_map_location", "weights are read, and their digest taken, as they lie in the folder"
+        "ignore_patterns pt_load_map_location",
+        "weights and their digest are read from the files as they lie in the folder",
     ),
     **_each("runner convert pooler_config io_processor_plugin", "only generation is served"),
     **_each(
@@ -284,9 +285,9 @@ _OTHER_SPECULATION_KEYS = (
 
 
 def why_no_ngrams(value: object) -> str:
-    """Return why a `speculative_config` of n-grams was not shown to give right answers, or an empty string."""
+    """Return why a `speculative_config` of n-grams is wrong or untested, or an empty string."""
     if not isinstance(value, Mapping) or value.get("method") != "ngram":
-        return f"only speculative decoding with method: {', '.join(_METHODS)} was shown to give right answers"
+        return f"tested methods of speculative decoding: {', '.join(_METHODS)}"
     if reason := _why_other_keys(value, _NGRAM_KEYS):
         return reason
     for key in ("prompt_lookup_min", "prompt_lookup_max"):
@@ -296,7 +297,7 @@ def why_no_ngrams(value: object) -> str:
 
 
 def why_no_draft_model(value: Mapping[str, object]) -> str:
-    """Return why a `speculative_config` with a model was not shown to give right answers, or an empty string."""
+    """Return why a `speculative_config` with a model is wrong or untested, or an empty string."""
     return _why_other_keys(value, _DRAFT_MODEL_KEYS) or _why_wrong_speculation(value)
 
 
@@ -328,7 +329,7 @@ def _why_wrong_speculation(value: object) -> str:
 
 def _why_other_keys(value: Mapping[str, object], keys: Collection[str]) -> str:
     if unknown := [str(key)[:80] for key in value if key not in keys]:
-        return f"method {value['method']} was shown with {', '.join(keys)}, not with {unknown[0]!r}"
+        return f"method {value['method']}: tested keys are {', '.join(keys)}; {unknown[0]!r} is untested"
     num_tokens = value.get("num_speculative_tokens")
     if isinstance(num_tokens, int) and num_tokens > MAX_DRAFT_TOKENS:
         return f"num_speculative_tokens: expected a whole number from 1 to {MAX_DRAFT_TOKENS}"
@@ -336,7 +337,7 @@ def _why_other_keys(value: Mapping[str, object], keys: Collection[str]) -> str:
 
 
 def draft_model(args: Mapping[str, object]) -> str:
-    """Return the folder or hub id of the model that makes drafts; empty without one that was shown."""
+    """Return the folder or hub id of the draft model; empty if none is configured or its settings are untested."""
     value = args.get(SPECULATION)
     if not isinstance(value, Mapping) or value.get("method") not in DRAFT_METHODS or why_no_draft_model(value):
         return ""
@@ -346,7 +347,7 @@ def draft_model(args: Mapping[str, object]) -> str:
 LOAD_FORMAT, LOADER_OPTIONS = "load_format", "model_loader_extra_config"
 SAFETENSORS, STREAMED = "safetensors", "runai_streamer"
 MAX_LOADER_THREADS = 256
-_SHOWN_LOAD_FORMATS = ("auto", SAFETENSORS, STREAMED)
+_TESTED_LOAD_FORMATS = ("auto", SAFETENSORS, STREAMED)
 _UNLIKE_THE_FILES: Mapping[str, str] = {
     "dummy": "weights are random, not those of the files",
     "fastsafetensors": "vLLM reads with it into the memory of a GPU alone",
@@ -362,17 +363,17 @@ _LOADER_OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def why_no_load_format(value: object) -> str:
-    """Return why weights were not shown to be read as they lie in the folder, or an empty string."""
-    if value in _SHOWN_LOAD_FORMATS:
+    """Return why a load format is unknown to read the folder's weights as they are, or an empty string."""
+    if value in _TESTED_LOAD_FORMATS:
         return ""
     why = _UNLIKE_THE_FILES.get(str(value), "")
     got = f"{value}: {why}" if why else f"not {str(value)[:80]!r}"
-    return f"expected one of {', '.join(_SHOWN_LOAD_FORMATS)}, which were shown to read the folder's weights; {got}"
+    return f"expected one of {', '.join(_TESTED_LOAD_FORMATS)}, which are tested to read the folder's weights; {got}"
 
 
 def why_no_loader_options(value: object) -> str:
     """As `why_no_load_format`, for `model_loader_extra_config`."""
-    known = f"shown are {', '.join(_LOADER_OPTIONS)}"
+    known = f"tested keys are {', '.join(_LOADER_OPTIONS)}"
     if not isinstance(value, Mapping):
         return f"expected a mapping; {known}"
     for key, each in value.items():
@@ -392,12 +393,12 @@ def why_no_loading(args: Mapping[str, object]) -> str:
     options, chosen = args.get(LOADER_OPTIONS), args.get(LOAD_FORMAT, "auto")
     for key in options if isinstance(options, Mapping) else ():
         takers = _LOADER_OPTIONS.get(str(key), ())
-        if takers and chosen in _SHOWN_LOAD_FORMATS and chosen not in takers:
+        if takers and chosen in _TESTED_LOAD_FORMATS and chosen not in takers:
             return f"{key}: only with {LOAD_FORMAT} {' or '.join(takers)}, and it is {chosen}"
     return ""
 
 
-# Keys of arguments that are mappings, the shown ones first.
+# Keys of arguments that are mappings, the tested ones first.
 KEYS_OF_MAPPINGS: Mapping[str, tuple[str, ...]] = {
     SPECULATION: (*dict.fromkeys(_NGRAM_KEYS + _DRAFT_MODEL_KEYS), *_OTHER_SPECULATION_KEYS),
     LOADER_OPTIONS: (*_LOADER_OPTIONS, "distributed", "enable_weights_track", "pattern", "tensorizer_config"),
@@ -417,8 +418,8 @@ def why_misspelt(name: str, value: object) -> str:
     return ""
 
 
-# Why a value of an unproven argument was not shown, of those with shown ones that each role may choose.
-_SHOWN_VALUES: Mapping[str, Callable[[object], str]] = {
+# Unproven arguments with tested values, which each role may choose: why a value is untested, or an empty string.
+_TESTED_VALUES: Mapping[str, Callable[[object], str]] = {
     LOAD_FORMAT: why_no_load_format,
     LOADER_OPTIONS: why_no_loader_options,
 }
@@ -441,7 +442,7 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
         reason = REASONS[name]
         if role and name in KEYS_OF_ROLES:
             reason += f", or {name} beside these args"
-        return f"not taken here: {reason}"
+        return f"not accepted here: {reason}"
     if (name == SPECULATION or name not in unproven) and (reason := why_misspelt(name, value)):
         return reason
     if name == SPECULATION and (reason := _why_wrong_speculation(value)):
@@ -449,9 +450,9 @@ def why_refused(name: str, value: object, *, role: str, unproven: Collection[str
     if rule is Rule.UNPROVEN and name not in unproven:
         if name == SPECULATION:
             return _why_no_speculation(value, role)
-        reason = f"not shown to give right answers here ({REASONS[name]})"
-        if name in _SHOWN_VALUES:
-            reason = _SHOWN_VALUES[name](value)
+        reason = f"untested: it may change answers ({REASONS[name]})"
+        if name in _TESTED_VALUES:
+            reason = _TESTED_VALUES[name](value)
             if not reason:
                 return ""
         return reason + _at_own_risk(name)
@@ -482,7 +483,7 @@ def why_not_removed(name: str, value: object = None) -> str:
     if reason := why_unknown(name):
         return reason
     if name in REFUSED:
-        return f"not taken here: {REASONS[name]}"
+        return f"not accepted here: {REASONS[name]}"
     if value is not None and must_be_equal(name, value):
         return f"both roles need the same: remove it in engine.args ({REASONS[name]})"
     return ""
@@ -509,14 +510,14 @@ def must_be_equal(name: str, value: object) -> bool:
     """Return whether engines exchange pages only with an equal value: part of the exchange digest."""
     if name == SPECULATION and not why_no_ngrams(value):
         return False
-    if name in _SHOWN_VALUES and not _SHOWN_VALUES[name](value):
+    if name in _TESTED_VALUES and not _TESTED_VALUES[name](value):
         return False
     return RULES[name] in (Rule.EQUAL, Rule.UNPROVEN)
 
 
 def may_be_of_one_role(name: str) -> bool:
     """Return whether `prefill.engine.args` or `decode.engine.args` takes an argument, of some values at least."""
-    return RULES[name] is Rule.FREE or name in (SPECULATION, *_SHOWN_VALUES)
+    return RULES[name] is Rule.FREE or name in (SPECULATION, *_TESTED_VALUES)
 
 
 _MAX_VARIABLE_CHARS = 4096
@@ -538,7 +539,7 @@ _SECRET = ("TOKEN", "SECRET", "PASSWORD", "_KEY")
 def why_no_variable(name: str, value: str, *, unproven: Collection[str]) -> str:
     """Return why a variable cannot be in `engine.env`, or an empty string. vLLM refuses unknown ones later."""
     if not _is_variable(name):
-        return "only variables whose names begin with VLLM_ are taken; give others to the processes themselves"
+        return "only variables whose names begin with VLLM_ are accepted; set others for the processes themselves"
     if name in _VARIABLES_OF_KEYS:
         return f"kvferry sets it: use {_VARIABLES_OF_KEYS[name]}"
     if name.endswith(_SECRET):
@@ -547,7 +548,7 @@ def why_no_variable(name: str, value: str, *, unproven: Collection[str]) -> str:
         return f"a value has at most {_MAX_VARIABLE_CHARS} characters, none of them NUL"
     if name not in FREE_VARIABLES and name not in unproven:
         return (
-            "not shown to leave answers as they are; to try it at your own risk, add its name to engine.unproven "
+            "untested: it may change answers; to try it at your own risk, add its name to engine.unproven "
             f"(free are {', '.join(FREE_VARIABLES)})"
         )
     return ""

@@ -12,27 +12,27 @@ from kvferry.arguments import vllm_arguments
 from kvferry.arguments.argument_values import why_not_expected
 from kvferry.config.section import Section, absolute
 
-# What the CPU attention backend and NIXL were seen to get right. Others are accepted by vLLM in silence and return
+# Types that the CPU attention backend and NIXL handle rightly in our tests. vLLM accepts others in silence and returns
 # garbage (int8_per_token_head) or drift (fp8 without scales is right by design, but never exact).
-_SHOWN_KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+_TESTED_KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _4_BIT_FLOATS = (
     "4-bit floats are computed by NVIDIA's Blackwell GPUs, not by CPUs, and on earlier GPUs in software at most; pages "
-    "with scales of their own were not shown to pass between engines, tiers and volumes"
+    "with scales of their own are untested between engines, tiers and volumes"
 )
 _SCALED_INTEGERS = (
-    "vLLM's CPU attention takes it in silence and returns garbage, and on GPUs pages with scales for each token and "
-    "head were not shown to pass between engines, tiers and volumes"
+    "vLLM's CPU attention accepts it in silence and returns garbage, and on GPUs pages with scales for each token and "
+    "head are untested between engines, tiers and volumes"
 )
 # Beginnings of names of vLLM's, and why pages of that kind are refused.
 _REFUSED_KV_CACHE_DTYPES = {"nvfp4": _4_BIT_FLOATS, "int8": _SCALED_INTEGERS, "int4": _SCALED_INTEGERS}
 _ALLOWED_KV_CACHE_DTYPES = (
     "allowed are auto; float16 or bfloat16, where the model is computed in it; fp8, fp8_e4m3 or fp8_e5m2 by simulated "
-    "engines alone, as vLLM's were not shown to answer the same with them"
+    "engines alone, as vLLM's answers with them are untested"
 )
 
 
 def _why_no_kv_cache_dtype(value: Any) -> Any:
-    if value is None or value in _SHOWN_KV_CACHE_DTYPES:
+    if value is None or value in _TESTED_KV_CACHE_DTYPES:
         return value
     for beginning, why in _REFUSED_KV_CACHE_DTYPES.items():
         if str(value).startswith(beginning):
@@ -69,9 +69,9 @@ class EngineConfig(Section):
     transfer_lease_s: int = Field(120, ge=10)  # how long a prefill engine keeps pages that are not pulled
     side_channel_host: str = "127.0.0.1"  # where an engine answers NIXL handshakes; auto: this node's address
     start_timeout_s: float = Field(900, gt=0)
-    # Arguments and variables of vLLM that were not shown to give right answers, which are taken at your own risk.
+    # Untested arguments and variables of vLLM to accept at your own risk: answers may be wrong.
     unproven: tuple[str, ...] = ()
-    # Further arguments of vLLM's engine, by vLLM's names: docs/operator/engine-arguments.md has those that are taken.
+    # Further arguments of vLLM's engine, by vLLM's names: docs/operator/engine-arguments.md lists the accepted ones.
     args: dict[str, Any] = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)  # variables of vLLM, as VLLM_LOGGING_LEVEL
 
@@ -128,7 +128,7 @@ class RoleEngineConfig(Section):
 
 
 def check_arguments(args: Mapping[str, Any], *, role: str, unproven: Collection[str], device: str) -> None:
-    """Raises ValueError for the first argument of vLLM that is not taken. `role` as for `why_refused`."""
+    """Raises ValueError for the first argument of vLLM that is not accepted. `role` as for `why_refused`."""
     if len(args) > vllm_arguments.MAX_ARGUMENTS:
         raise ValueError(f"{len(args)} arguments; {vllm_arguments.MAX_ARGUMENTS} is the limit")
     for name, value in args.items():

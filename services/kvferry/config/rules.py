@@ -113,13 +113,10 @@ def engines_can_have_adapters(config: ClusterConfig) -> Iterator[str]:
     engines = [config.engine_of(role, pool) for pool in ("", *config.pools) for role in ROLES]
     ranks = max(engine.tensor_parallel_size for engine in engines)
     if config.engine.kind == "vllm" and ranks > 1:
-        yield (
-            "adapters.served: adapters were not shown to give right answers with engine.tensor_parallel_size "
-            f"{ranks}, only with 1"
-        )
+        yield (f"adapters.served: adapters are untested with engine.tensor_parallel_size {ranks}, only 1 is tested")
     if any(vllm_arguments.speculates(engine.args) for engine in engines):
         yield (
-            f"adapters.served: adapters were not shown to give right answers beside {vllm_arguments.SPECULATION} "
+            f"adapters.served: adapters are untested beside {vllm_arguments.SPECULATION} "
             "(engine.args, decode.engine.args): remove one of the two"
         )
 
@@ -191,7 +188,7 @@ def pages_have_the_models_dtype(config: ClusterConfig, keys: Keys) -> Iterator[s
             on_cpu = f" ({of_model}: auto, on a CPU)" if config.model.dtype == "auto" else ""
             yield (
                 f"{key}: allowed are auto, and {of_pages} with {of_model}: {of_pages}. The model is computed in "
-                f"{dtype}{on_cpu}, and pages of another type gave garbage on a CPU and were not shown right on a GPU, "
+                f"{dtype}{on_cpu}, and pages of another type gave garbage on a CPU and are untested on GPUs, "
                 f"so not {of_pages!r}"
             )
 

@@ -34,7 +34,7 @@ def obstacles(candidate: Candidate, question: Question) -> list[str]:
     if question.kv_dtype != question.model.geometry.dtype:
         found.append(
             f"kvferry serves KV pages of the model's own type alone, {question.model.geometry.dtype}: those in "
-            f"{question.kv_dtype} were not shown to answer the same"
+            f"{question.kv_dtype} are untested"
         )
     found += _weights_obstacles(question)
     architecture = question.model.geometry.architecture

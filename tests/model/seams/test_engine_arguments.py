@@ -350,7 +350,7 @@ def test_vllm_has_no_ranks_of_data_parallel_to_show_on_a_cpu() -> None:
 
 
 def test_vllms_connector_has_no_decode_engine_of_several_stages() -> None:
-    """Once it has, `pipeline_parallel_size` can be shown."""
+    """Once it has, `pipeline_parallel_size` can be tested."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
     source = " ".join(inspect.getsource(NixlBaseConnectorWorker.__init__).split())
@@ -358,7 +358,7 @@ def test_vllms_connector_has_no_decode_engine_of_several_stages() -> None:
 
 
 def test_vllm_has_no_engines_over_nodes_on_a_cpu() -> None:
-    """Its executors over nodes are Ray's; once CPUs have one, `distributed_executor_backend: ray` can be shown."""
+    """Its executors over nodes are Ray's; once CPUs have one, `distributed_executor_backend: ray` can be tested."""
     from vllm.platforms.cpu import CpuPlatform
 
     assert CpuPlatform.ray_device_key == ""

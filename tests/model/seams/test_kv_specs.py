@@ -23,7 +23,7 @@ BLOCK_SIZE = 32
 
 # vLLM needs a GPU to build its layers. Its pages are those of Qwen2.
 NEEDS_A_GPU = frozenset({"qwen2-dual-chunk"})
-TINY = sorted((tiny_models.SHOWN.keys() | tiny_models.REFUSED.keys()) - NEEDS_A_GPU)
+TINY = sorted((tiny_models.TESTED.keys() | tiny_models.REFUSED.keys()) - NEEDS_A_GPU)
 # Types of pages that vLLM 0.32 takes on the CPU for every model; others are refused when it builds the layers.
 CPU_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 

@@ -57,7 +57,7 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- $draft := include "kvferry.draft" (dict "root" $ "entry" $group.entry) -}}
 {{- if and $draft (gt $ranks 1) (not (has "speculative_config" $unproven)) -}}
 {{- $key := ternary $ofModelKey (printf "%s.engine" $path) (eq $ranks $ofModel) -}}
-{{- fail (printf "%s.tensor_parallel_size is %d and %s has a draft model, which was not shown on several ranks of tensor parallelism: use 1, or remove the draft model (in an entry: engine: {args: {speculative_config: null}})" $key $ranks (fromJson $draft).key) -}}
+{{- fail (printf "%s.tensor_parallel_size is %d and %s has a draft model, which is untested on several ranks of tensor parallelism: use 1, or remove the draft model (in an entry: engine: {args: {speculative_config: null}})" $key $ranks (fromJson $draft).key) -}}
 {{- end -}}
 {{- $speculation := (dig "engine" "args" dict $role | default dict).speculative_config -}}
 {{- if $speculation -}}

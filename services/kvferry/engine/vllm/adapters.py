@@ -29,7 +29,7 @@ class Adapters:
         self._numbered = {adapter.key: (number, adapter) for number, adapter in enumerate(staged, start=1)}
         self._max_loaded = max_loaded
         self._now = now
-        self._shown: set[str] = set()  # loaded once
+        self._loaded_once: set[str] = set()
         self._retry_at_s: dict[str, float] = {}  # those whose last load failed
         self._loaded: OrderedDict[str, None] = OrderedDict()  # least recently used first, as in vLLM's cache
         self._lock = asyncio.Lock()
@@ -64,9 +64,9 @@ class Adapters:
             log.error("the worker's copy of an adapter is away: %s", adapter.folder / missing[0])
             raise EngineError(f"the adapter {name!r} cannot be loaded; the worker's log says why")
         request = LoRARequest(lora_name=key, lora_int_id=number, lora_path=str(adapter.folder))
-        if key not in self._shown:
+        if key not in self._loaded_once:
             async with self._lock:
-                if key not in self._shown and self._now() >= self._retry_at_s.get(key, 0.0):
+                if key not in self._loaded_once and self._now() >= self._retry_at_s.get(key, 0.0):
                     try:
                         await llm.add_lora(request)
                     except EngineDeadError:
@@ -76,8 +76,8 @@ class Adapters:
                         log.error("the adapter %s cannot be loaded: %s", name, str(error)[:2000])
                         self._retry_at_s[key] = self._now() + RETRY_AFTER_S
                     else:
-                        self._shown.add(key)
-            if key not in self._shown:
+                        self._loaded_once.add(key)
+            if key not in self._loaded_once:
                 raise EngineError(f"the adapter {name!r} cannot be loaded; the worker's log says why")
         self._note_used(key)
         return request

@@ -1,4 +1,4 @@
-"""Models whose KV pages have not been shown to survive a transfer are refused; docs/user/models.md has the table."""
+"""Refusal of models whose KV pages are not tested to survive a transfer; docs/user/models.md has the table."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] 
     if not found and model.architecture not in ARCHITECTURES | IMAGE_ARCHITECTURES:
         found = [f"the architecture {model.architecture}"]
     if not found and vllm_config.lora_config is not None:
-        if not _is_shown_with_adapters(model):
+        if not _is_tested_with_adapters(model):
             found = [f"{_quantization(model) or model.architecture} and LoRA adapters"]
         elif str(model.dtype) == "torch.float16":
             # Products of an adapter's weights may exceed its range. The pages then hold what is no number, and whoever
@@ -86,7 +86,7 @@ def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] 
             found = ["LoRA adapters, computed in float16,"]
     if not found:
         return ""
-    return f"models with {' and '.join(found)} have not been shown to give right answers here; {TABLE}"
+    return f"models with {' and '.join(found)} are untested here; {TABLE}"
 
 
 def _of_model(model: Any) -> Mapping[str, bool]:
@@ -104,7 +104,7 @@ def _of_model(model: Any) -> Mapping[str, bool]:
         "KV pages shared by layers": bool(getattr(text, "num_kv_shared_layers", 0)),
         "ALiBi": bool(getattr(text, "alibi", False)),
         "layers of kind " + ", ".join(sorted(layer_types - {_FULL, _SLIDING})): bool(layer_types - {_FULL, _SLIDING}),
-        f"weights quantized as {_quantization(model)}": not _is_shown_quantization(model),
+        f"weights quantized as {_quantization(model)}": not _is_tested_quantization(model),
     }
 
 
@@ -113,13 +113,13 @@ def _of_speculation(vllm_config: Any) -> Mapping[str, bool]:
     if speculation.method not in DRAFT_METHODS:
         return {f"drafts of method {speculation.method}": speculation.method != "ngram"}
     is_head = speculation.method != DRAFT_MODEL
-    shown = EAGLE_ARCHITECTURES if is_head else ARCHITECTURES
+    tested = EAGLE_ARCHITECTURES if is_head else ARCHITECTURES
     draft = speculation.draft_model_config
     # Their pages lie in one pool.
     is_sliding = has_sliding_window(target) or has_sliding_window(draft)
     return {
         **{f"a draft model with {kind}": is_there for kind, is_there in _of_model(draft).items()},
-        f"a draft model of the architecture {draft.architecture}": draft.architecture not in shown,
+        f"a draft model of the architecture {draft.architecture}": draft.architecture not in tested,
         f"an EAGLE head of {target.architecture}": is_head and target.architecture != "LlamaForCausalLM",
         # Beside requests that are longer than a head's context, vLLM drafts nothing.
         "a draft model whose context is shorter": not is_head and draft.max_model_len < target.max_model_len,
@@ -153,11 +153,11 @@ def has_sliding_window(model_config: Any) -> bool:
     return _SLIDING in _layer_types(model_config) or model_config.get_sliding_window() is not None
 
 
-def _is_shown_with_adapters(model_config: Any) -> bool:
+def _is_tested_with_adapters(model_config: Any) -> bool:
     return model_config.architecture in ADAPTER_ARCHITECTURES and not model_config.quantization
 
 
-def _is_shown_quantization(model_config: Any) -> bool:
+def _is_tested_quantization(model_config: Any) -> bool:
     if not model_config.quantization:
         return True
     values = _quantization_values(model_config)

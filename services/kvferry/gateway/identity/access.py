@@ -111,7 +111,7 @@ class Access:
 
     def _shown(self, authorization: str | None, client_name: str | None) -> _Shown:
         if self._wants_certificate and client_name is None:
-            raise Unauthenticated("a client certificate is required here, and none was shown")
+            raise Unauthenticated("this connection needs a client certificate and has none")
         if not self._wants_bearer:
             return _Shown(client_name or "")
         if not authorization:

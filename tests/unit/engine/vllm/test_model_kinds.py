@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.tiny_models import OVERRIDDEN, SHOWN
+from bench.tiny_models import OVERRIDDEN, TESTED
 from kvferry.engine.vllm.model_kinds import (
     ADAPTER_ARCHITECTURES,
     ARCHITECTURES,
@@ -117,7 +117,7 @@ def test_rotations_in_the_place_of_their_own_are_served_where_they_were_compared
 
 
 def test_rotations_were_compared_for_each_architecture_that_has_them() -> None:
-    names = {type(SHOWN[name]()).__name__.removesuffix("Config") for name in OVERRIDDEN}
+    names = {type(TESTED[name]()).__name__.removesuffix("Config") for name in OVERRIDDEN}
     assert {f"{name}ForCausalLM" for name in names} == ROPE_ARCHITECTURES
 
 
@@ -179,8 +179,8 @@ def test_weights_of_eight_bits_are_served_in_the_formats_that_were_tried(tensor_
 @pytest.mark.parametrize(
     ("method", "values", "reason"),
     [
-        ("fp8", {}, "weights quantized as fp8 have"),
-        ("awq", {"bits": 4}, "weights quantized as awq have"),
+        ("fp8", {}, "weights quantized as fp8 are"),
+        ("awq", {"bits": 4}, "weights quantized as awq are"),
         ("compressed-tensors", {"format": "pack-quantized", **INT8}, "compressed-tensors pack-quantized"),
         ("compressed-tensors", {"format": "int-quantized"}, "compressed-tensors int-quantized"),
         (
@@ -205,7 +205,7 @@ def test_a_window_is_refused_with_tiers_whatever_the_model_says_of_its_use(use: 
 
 def test_every_architecture_was_tried() -> None:
     pytest.importorskip("transformers")
-    tried = {type(configure()).__name__.removesuffix("Config").removesuffix("Text") for configure in SHOWN.values()}
+    tried = {type(configure()).__name__.removesuffix("Config").removesuffix("Text") for configure in TESTED.values()}
     assert {f"{name}ForCausalLM" for name in tried} == ARCHITECTURES
 
 

@@ -207,7 +207,7 @@ def _image_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, An
 def _as_update(update: Any) -> PromptUpdate:
     content = update.content
     if not isinstance(update.target, list):
-        raise EngineError("this model's placeholders depend on their place, which was not shown to be right")
+        raise EngineError("this model's placeholders depend on their place in the prompt, which is untested")
     mask = None if content.is_embed is None else bytes(content.is_embed(content.full).tolist())
     return PromptUpdate(update.mode.value, tuple(update.target), tuple(content.full), mask)
 

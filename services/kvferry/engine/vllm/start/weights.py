@@ -260,7 +260,7 @@ _PACKAGE, _MODULE = "runai-model-streamer", "runai_model_streamer"
 
 
 def check_load_format(args: Mapping[str, Any], folder: Path, keys: Mapping[str, str]) -> None:
-    """Raises ConfigError unless a load format that was shown reads the files that `auto` reads. `keys`: `key_of`."""
+    """Raises ConfigError unless a tested load format reads the files that `auto` reads. `keys`: `key_of`."""
     chosen, key = args.get(LOAD_FORMAT, "auto"), key_of(LOAD_FORMAT, keys)
     if chosen == STREAMED and importlib.util.find_spec(_MODULE) is None:
         raise ConfigError(f"{key}: {chosen} needs the package {_PACKAGE}, which is not installed")
