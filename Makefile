@@ -133,7 +133,7 @@ gpu-check: ## Run on this machine's GPUs what was tested on CPUs, with a report 
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
 bench-handoff: $(STAMP) ## Bytes/s of the KV transfer beside raw NIXL with the same bytes and descriptors; the last line is JSON
-	@$(BIN)/python -m bench.handoff $(ARGS)
+	@$(BIN)/python -m bench.kv_transfer $(ARGS)
 
 bench-tier: $(STAMP) ## Verified reads and writes of chunks beside fio and vLLM's loader; the last line is JSON
 	@$(BIN)/python -m bench.tier $(ARGS)

@@ -106,7 +106,7 @@ PARTS: Sequence[Part] = (
         "bench-handoff",
         "bytes per second of a transfer between CUDA memories beside raw NIXL with the same bytes",
         "bench",
-        ("-m", "bench.handoff", "--tokens", "512,2048,4096"),
+        ("-m", "bench.kv_transfer", "--tokens", "512,2048,4096"),
         270,
     ),
     Part(

@@ -512,7 +512,7 @@ async def relayed(cluster: SimCluster, host: WorkerHost) -> TcpRelay:
     return relay
 
 
-LEAVING = ["prefilling", "prefilled", "submitted", "ferrying", "decoding"]
+LEAVING = ["prefilling", "prefilled", "submitted", "transferring", "decoding"]
 
 
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
@@ -533,13 +533,13 @@ async def test_a_client_that_leaves_leaves_nothing_behind(
                 relay.backward.clear()  # the prompts are computed and kept, and the gateway does not hear of it
             case "submitted":
                 decode.faults = Faults(stalled=True)
-            case "ferrying":
+            case "transferring":
                 prefill.faults = Faults(pulls=PullFault.HANG)
         reached = {
             "prefilling": lambda: prefill.stats().num_waiting == n,
             "prefilled": lambda: prefill.num_offers == n,
             "submitted": lambda: decode.stats().num_waiting == n,
-            "ferrying": lambda: decode.stats().num_waiting == n and decode.stats().num_pages_used > 0,
+            "transferring": lambda: decode.stats().num_waiting == n and decode.stats().num_pages_used > 0,
             "decoding": lambda: decode.stats().num_running == n and decode.stats().num_generated_tokens > n,
         }[when]
         asked = asyncio.create_task(post(cluster, n=n, max_tokens=5000, stream=streamed))

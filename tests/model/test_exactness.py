@@ -1,4 +1,4 @@
-"""What the ferry brings is what would have been computed: float32, greedy, token for token."""
+"""What the KV transfer brings is what would have been computed: float32, greedy, token for token."""
 
 from __future__ import annotations
 

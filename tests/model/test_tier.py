@@ -305,7 +305,7 @@ async def test_pages_of_another_nodes_volume_come_through_its_keeper(world: Worl
 
 
 async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World, elsewhere: Elsewhere) -> None:
-    """And everything that is mended in the ferry still is, joined with a tier."""
+    """All fixes of the KV transfer hold beside a tier too."""
     prompt, other = prompt_of(2), prompt_of(3)
     expected, expected_other = await world.expected(prompt), await world.expected(other)
     prefilling = elsewhere.prefill
@@ -330,7 +330,7 @@ async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World,
             world.decode.stats().transferred_bytes - transferred_bytes == (NUM_PAGES + 1) * world.decode.info.page_bytes
         )
     )
-    # Where the ferry fails, the volume has its turn.
+    # When the KV transfer fails, the engine reads the volume.
     kept = await prefill(prefilling, other, elsewhere.hints)
     gone = {**kept, "remote_engine_id": "0" * 32, "remote_port": 1}
     before = world.decode.stats().cached_tokens

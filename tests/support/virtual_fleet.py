@@ -125,7 +125,7 @@ class VirtualWorker:
         transfer_id = str(next(self._numbers))
         self._transfers.begin(transfer_id, begin_s)
         slowdown = self.truth.slowdown / 1e3
-        ready_s = begin_s + self._defaults.handoff_ms * slowdown
+        ready_s = begin_s + self._defaults.kv_transfer_fixed_ms * slowdown
         took_s = num_pages * self.truth.kv_transfer_page_ms * slowdown
         self._link_free_s = end_s = max(ready_s, self._link_free_s) + took_s
 

@@ -16,7 +16,7 @@ class TestCoreFields:
         ("brought", "expected"),
         [(None, (3, 0, 0, 40)), ({"cpu": 8, "volume": 32}, (3, 8, 32, 0)), ({"cpu": 8}, (3, 8, 0, 32))],
     )
-    def test_what_the_tiers_did_not_bring_the_ferry_did(
+    def test_what_the_tiers_did_not_bring_the_kv_transfer_did(
         self, brought: dict[str, int] | None, expected: tuple[int, ...]
     ) -> None:
         from kvferry.engine.base import CachedTokens, PromptSources

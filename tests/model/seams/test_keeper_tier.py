@@ -110,11 +110,11 @@ class TestKeeperTier:
         assert pages == [(keys[i], expected[i], 10 + i) for i in (0, 2, 3)]
         assert all(type(row) is int for _, _, row in pages)
 
-    def test_what_came_by_the_ferry_is_left_to_the_other_node(self, tier: Any) -> None:
+    def test_what_came_by_the_kv_transfer_is_left_to_the_other_node(self, tier: Any) -> None:
         request = Request(list(range(40)))
         request.kv_transfer_params = {"do_remote_prefill": True, "remote_engine_id": "e"}
         context, keys = context_of(request, 6)
-        request.kv_transfer_params["do_remote_prefill"] = False  # as vLLM does once the ferry had its turn
+        request.kv_transfer_params["do_remote_prefill"] = False  # as vLLM does once the KV transfer had its turn
         tier.submit_store(self.job(5, keys, list(range(6)), context, load=False))
         ((_, _, _, pages, wanted_s),) = tier._client.calls
         assert [key for key, _, _ in pages] == keys[4:]

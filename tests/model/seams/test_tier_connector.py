@@ -69,7 +69,7 @@ class TestTierConnector:
             assert f"self.{name} " not in source
             assert f"self.{name}:" not in source
 
-    def test_the_ferry_says_that_it_had_its_turn(self) -> None:
+    def test_the_kv_transfer_says_that_it_had_its_turn(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl import pull_scheduler
 
         source = inspect.getsource(pull_scheduler.NixlPullConnectorScheduler.update_state_after_alloc)

@@ -26,7 +26,7 @@ def test_a_part_could_run(part: Part, tmp_path: Path) -> None:
         ({"environ": {"KVFERRY_TEST_MODEL": '{"dtype": "float7"}'}}, "dtype"),
         ({"environ": {"KVFERRY_TEST_DEVICE": "cpu"}}, "registers memory of 'cpu'"),
         ({"command": ("-m", "bench.no_such_module"), "kind": "bench"}, "No module named bench.no_such_module"),
-        ({"command": ("-m", "bench.handoff", "--tokens", "no"), "kind": "bench"}, "is no list of numbers"),
+        ({"command": ("-m", "bench.kv_transfer", "--tokens", "no"), "kind": "bench"}, "is no list of numbers"),
         ({"command": ("-m", "pytest", "tests/model/test_exactness.py", "-k", "no_such_test")}, "ends with 5"),
     ],
 )

@@ -60,7 +60,7 @@ def test_one_overload_of_kv_transfers_does_not_end_disaggregation(num_decode: in
         if decision.prefill is None:
             placer.observed_prefill(decision.decode, 4096, 4096 * PRIORS.prefill_ms_per_token)
         else:
-            placer.observed_kv_transfer(decision.decode, 256, PRIORS.handoff_ms + 256 * PAGE_MS)
+            placer.observed_kv_transfer(decision.decode, 256, PRIORS.kv_transfer_fixed_ms + 256 * PAGE_MS)
             num_disaggregated += number > 200
         placer.ended(request.request_id, 0.0)
     assert num_disaggregated > 180
@@ -107,7 +107,7 @@ def learned(policy: PricedPolicy) -> tuple[float, float]:
 
 def test_the_engines_time_counts_where_it_is_known() -> None:
     slow_ms = 60_000.0
-    policy, wire_ms = a_policy(), PRIORS.handoff_ms + 256 * 0.2
+    policy, wire_ms = a_policy(), PRIORS.kv_transfer_fixed_ms + 256 * 0.2
     for _ in range(30):
         policy.learn(MemberId("d"), measured(slow_ms, EngineDurations(kv_transfer_ms=wire_ms, kv_transfer_share=1.0)))
         policy.learn(MemberId("d"), measured(slow_ms, EngineDurations(prefill_ms=1229.0, prefill_share=0.5), 0))
@@ -120,7 +120,7 @@ def test_without_the_engines_time_the_gateways_own_counts() -> None:
     policy = a_policy()
     for durations in (None, EngineDurations(queue_ms=3.0)):
         for _ in range(30):
-            policy.learn(MemberId("d"), measured(PRIORS.handoff_ms + 256 * 0.2, durations))
+            policy.learn(MemberId("d"), measured(PRIORS.kv_transfer_fixed_ms + 256 * 0.2, durations))
             policy.learn(MemberId("d"), measured(PRIORS.prefill_fixed_ms + 4096 * 0.3, durations, 0))
     assert learned(policy) == pytest.approx((0.2, 0.3), rel=0.02)
 
@@ -142,7 +142,7 @@ def test_pages_on_their_way_to_a_worker_are_transferred_before_a_new_ones() -> N
 
     first = a_request()
     decision = place(first)
-    alone_ms = PRIORS.handoff_ms + 256 * PAGE_MS
+    alone_ms = PRIORS.kv_transfer_fixed_ms + 256 * PAGE_MS
     placer.began(first, decision, 0.0)
     assert place(a_request()).price.kv_transfer_ms == pytest.approx(alone_ms)
     placer.prefilled(first.request_id, 0.0)

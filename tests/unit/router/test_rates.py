@@ -162,7 +162,7 @@ def test_workers_of_the_other_kind_are_typical_where_there_is_no_other_measure()
 def test_what_was_computed_beside_counts_as_work_done() -> None:
     elapsed_ms = 4 * 1000 * 0.2 + PRIORS.prefill_fixed_ms
     assert prefill_rate(PRIORS, 1000, elapsed_ms, 3000) == pytest.approx(0.2)
-    assert kv_transfer_rate(PRIORS, 100, PRIORS.handoff_ms + 400 * 0.3, 300) == pytest.approx(0.3)
+    assert kv_transfer_rate(PRIORS, 100, PRIORS.kv_transfer_fixed_ms + 400 * 0.3, 300) == pytest.approx(0.3)
 
 
 def test_measurements_that_say_nothing_are_passed_over() -> None:
@@ -173,5 +173,5 @@ def test_measurements_that_say_nothing_are_passed_over() -> None:
 
 
 def test_ferries_and_steps_are_told_apart_from_their_fixed_part() -> None:
-    assert kv_transfer_rate(PRIORS, 100, PRIORS.handoff_ms + 100 * 0.3, 0) == pytest.approx(0.3)
+    assert kv_transfer_rate(PRIORS, 100, PRIORS.kv_transfer_fixed_ms + 100 * 0.3, 0) == pytest.approx(0.3)
     assert step_scale(PRIORS, 2 * (PRIORS.step_ms + 8 * PRIORS.step_ms_per_stream), 8) == pytest.approx(2.0)

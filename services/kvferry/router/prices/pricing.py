@@ -2,7 +2,7 @@
 
     disaggregated = prefill(P) + decode(D)          aggregated = compute(D) + streams(D)
     prefill(P)    = queue + load from slower tiers + compute x (1 + work_weight)
-    decode(D)     = handoff_ms + (lacking pages + pages on their way to D) x transfer rate + streams(D)
+    decode(D)     = kv_transfer_fixed_ms + (lacking pages + pages on their way to D) x transfer rate + streams(D)
     compute(D)    = queue + load + compute x (1 + work_weight + interference_weight x (streams + 1))
     streams(D)    = this answer's steps, its effect on the steps of other streams, waiting, full memory
 
@@ -343,7 +343,7 @@ class Pricer:
             # of another request brings are there in time for this one's transfer, and too late for aggregated serving.
             arriving = costs.arriving_pages
             lacking_pages = num_pages - (expected_depth(arriving, request.keys, held) if arriving else held)
-            kv_transfer_ms = costs.handoff_ms + lacking_pages * costs.kv_transfer_page_ms + load_ms
+            kv_transfer_ms = costs.kv_transfer_fixed_ms + lacking_pages * costs.kv_transfer_page_ms + load_ms
             if is_on_volume:
                 pages.add_volume(slower, costs, block_size * ms_per_token * costs.compute_weight)
                 held, load_ms = slower.depth, slower.load_ms

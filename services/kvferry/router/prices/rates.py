@@ -21,7 +21,7 @@ class CostDefaults:
     volume_page_ms: float = 0.25  # 1 MiB at 4 GB/s, verified
     remote_page_ms: float = 0.1  # more, where another node's keeper has to send it: 1 MiB at 10 GB/s
     kv_transfer_page_ms: float = 0.05  # 1 MiB at 20 GB/s
-    handoff_ms: float = 5.0  # of every KV transfer, whatever its size
+    kv_transfer_fixed_ms: float = 5.0  # of every KV transfer, whatever its size
     step_ms: float = 10.0  # a decode step of no stream
     step_ms_per_stream: float = 0.1
     adapter_load_ms: float = 100.0  # from disk to an engine that lacks it, whose steps wait
@@ -169,7 +169,7 @@ def kv_transfer_rate(
     """`other_pages` of other requests were transferred in the same time."""
     if num_pages < 1 or elapsed_ms <= 0:
         return None
-    return max(elapsed_ms - cost_defaults.handoff_ms, elapsed_ms / 10) / (num_pages + other_pages)
+    return max(elapsed_ms - cost_defaults.kv_transfer_fixed_ms, elapsed_ms / 10) / (num_pages + other_pages)
 
 
 def step_scale(cost_defaults: CostDefaults, step_ms: float, num_streams: int) -> float | None:

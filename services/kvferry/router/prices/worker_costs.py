@@ -41,7 +41,7 @@ class WorkerCosts:
         "full_ms_per_page",
         "full_ms_per_token",
         "group",
-        "handoff_ms",
+        "kv_transfer_fixed_ms",
         "kv_transfer_page_ms",
         "ms_per_step",
         "ms_per_token",
@@ -66,7 +66,9 @@ class WorkerCosts:
         self.foreign_ms_per_token = 0.0  # the same where their tokens are not reported, per token of the new one
         self.prompt_tokens = PromptSources()  # of the last report
         self.computed_share = 1.0  # of the prompt tokens in reports; the rest was cached
-        self.handoff_ms = 0.0  # of a KV transfer to this worker apart from its pages: the transfers before it, too
+        self.kv_transfer_fixed_ms = (
+            0.0  # of a KV transfer to this worker apart from its pages: the transfers before it, too
+        )
         self.kv_transfer_page_ms = 0.0
         self.step_ms = 0.0  # with one more stream
         self.ms_per_step = 0.0  # what a step of one more stream costs it and the others
@@ -90,7 +92,9 @@ class WorkerCosts:
         self.kv_transfer_page_ms = pool.kv_transfer_page_ms(rates, is_tried=bool(account.incoming))
         self._price_foreign_prompts(candidate)
         self._price_turns(stats)
-        self.handoff_ms = cost_defaults.handoff_ms + account.arriving_pages * self.kv_transfer_page_ms
+        self.kv_transfer_fixed_ms = (
+            cost_defaults.kv_transfer_fixed_ms + account.arriving_pages * self.kv_transfer_page_ms
+        )
         self.unreported_streams = len(account.incoming) + account.num_streams_since(candidate.reported_s)
         # Prompts without a first token have their price in the fair queue, and are no streams.
         num_waiting = max(0, stats.num_waiting - stats.num_prompts)

@@ -1,6 +1,6 @@
-"""The ferry beside raw NIXL: bytes per second of a hand-over from a prefill to a decode engine.
+"""The KV transfer beside raw NIXL: bytes per second from a prefill to a decode engine.
 
-Both are on the CPU device, or with KVFERRY_TEST_DEVICE=gpu on one GPU. They hand over prompts of several lengths; the
+Both are on the CPU device, or with KVFERRY_TEST_DEVICE=gpu on one GPU. They transfer prompts of several lengths; the
 decode engine's connector says how long each transfer took. After each one two plain processes with NIXL agents
 (bench/raw_nixl.py) move as many bytes in as many descriptors of the same sizes, from and to memory of the same shape.
 Both times are NIXL's own: from posting the read to noticing its end. All destination pages were written before the
@@ -107,7 +107,7 @@ class KvTransfer:
         Raises BenchFailed with the request and the reason.
         """
         self._num_requests += 1
-        name, once = f"handoff-{self._num_requests}", Sampling(max_tokens=1, temperature=0.0)
+        name, once = f"kv-transfer-{self._num_requests}", Sampling(max_tokens=1, temperature=0.0)
         try:
             transfer = await prefill(self._pair.prefill, name, prompt)
             since, begin_s = len(self._log), time.perf_counter()
@@ -119,7 +119,7 @@ class KvTransfer:
 
 
 class Raw:
-    """Repeats the ferry's transfers between plain processes, at other pages each time."""
+    """Repeats the engines' KV transfers between plain processes, at other pages each time."""
 
     def __init__(self, reader: RawReader, layout: Layout) -> None:
         self._reader = reader
@@ -137,7 +137,7 @@ class Raw:
         if (pulled.size_bytes, pulled.num_descriptors) != (transferred.size_bytes, transferred.num_descriptors):
             raise BenchFailed(
                 f"raw NIXL moved {pulled.size_bytes} bytes in {pulled.num_descriptors} descriptors, "
-                f"the ferry {transferred.size_bytes} in {transferred.num_descriptors}"
+                f"the KV transfer {transferred.size_bytes} in {transferred.num_descriptors}"
             )
         return pulled
 
@@ -265,8 +265,8 @@ async def measure(arguments: argparse.Namespace, results: Results, console: Cons
 
 
 def show(results: Mapping[str, Any], console: Console) -> None:
-    table = Table(title="GB/s of a hand-over, the ferry beside raw NIXL")
-    columns = ("tokens", "MB", "descriptors", "KiB each", "ferry median", "best", "raw median", "best", "ratio")
+    table = Table(title="GB/s of a KV transfer beside raw NIXL")
+    columns = ("tokens", "MB", "descriptors", "KiB each", "KV transfer median", "best", "raw median", "best", "ratio")
     for column in columns:
         table.add_column(column, justify="right")
     for size in results["sizes"]:

@@ -1,4 +1,4 @@
-"""The arithmetic of bench/handoff.py: which raw transfer repeats a ferry's, and what is made of their times."""
+"""The arithmetic of bench/kv_transfer.py: which raw transfer repeats one of engines, and the figures of both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def raw() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def bench(raw: ModuleType) -> ModuleType:
-    return importlib.import_module("bench.handoff")
+    return importlib.import_module("bench.kv_transfer")
 
 
 @pytest.mark.parametrize("num_pages", [1, 16, 17, 128])
