@@ -18,7 +18,7 @@ from kvferry.engine.base import TierHints
 from kvferry.engine.vllm.plugins.core_fields import SET_FLOORS
 from kvferry.engine.vllm.start.arguments import ADAPTER_SCHEDULER, TENANT_SCHEDULER
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.pages.pool_pages import PoolPages
+from kvferry.tenancy.pages.device_pages import DevicePages
 from kvferry.tenancy.terms import EngineTerms, TierContract, TierTerms
 
 from .support import parameters
@@ -55,8 +55,8 @@ class Engine:
         self.num_requests = 0
 
     @property
-    def pages(self) -> PoolPages:
-        pages: PoolPages = self.pool.free_block_queue.pages
+    def pages(self) -> DevicePages:
+        pages: DevicePages = self.pool.free_block_queue.pages
         return pages
 
     def request(self, tokens: list[int], tenant: str, max_tokens: int = 1) -> Any:

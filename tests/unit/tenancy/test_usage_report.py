@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from kvferry.tenancy.pages import usage_report
+from kvferry.tenancy.pages.device_pages import DevicePages
 from kvferry.tenancy.pages.outcome import OTHER, Cause, Refusal, TenantUsage
-from kvferry.tenancy.pages.pool_pages import PoolPages
 from kvferry.tenancy.pages.usage_report import MAX_COUNTED, Holding, Row, TenantCounts, UsageReport, usages_of
 from kvferry.tenancy.terms import TierContract
 
@@ -70,14 +70,14 @@ def test_a_tenant_that_gets_a_name_leaves_the_others() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_reports_of_changes_add_up_to_the_pool(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random work of named, unnamed and unknown tenants in a pool, whose contracts come late and go again."""
+    """Random work of named, unnamed and unknown tenants in a device, whose contracts come late and go again."""
     monkeypatch.setattr(usage_report, "MAX_COUNTED", 3)
     chance, now_s = random.Random(seed), 0.0
-    pool = PoolPages(40, 40)
-    pool.put_blank(range(40))
+    device = DevicePages(40, 40)
+    device.put_blank(range(40))
     names = [f"t{number}" for number in range(6)]
     contracts: dict[str, TierContract] = {}
-    report, seen = UsageReport(pool.counts), dict[str, TenantUsage]()
+    report, seen = UsageReport(device.counts), dict[str, TenantUsage]()
     used: list[list[int]] = []
     last: Counter[tuple[str, Cause]] = Counter()
     for _ in range(300):
@@ -88,22 +88,22 @@ def test_reports_of_changes_add_up_to_the_pool(seed: int, monkeypatch: pytest.Mo
                 contracts = {
                     each: TierContract(floor=chance.randrange(6), cap=20) for each in names[: chance.randrange(7)]
                 }
-                pool.configure(contracts)
+                device.configure(contracts)
             case 1 if used:
-                pool.put(used.pop(chance.randrange(len(used))), now_s)
+                device.put(used.pop(chance.randrange(len(used))), now_s)
             case 2:
-                for page in pool.expired(now_s, 5):
-                    pool.forget(page, Cause.EXPIRED)
+                for page in device.expired(now_s, 5):
+                    device.forget(page, Cause.EXPIRED)
             case _:
-                pages = pool.take(min(chance.randrange(1, 9), pool.num_free), name, now_s)
+                pages = device.take(min(chance.randrange(1, 9), device.num_free), name, now_s)
                 for page in pages:
-                    pool.claim(page, name)
+                    device.claim(page, name)
                 used.append(pages)
         if chance.randrange(3):
             continue
-        seen |= sent(report.rows(pool.changed_holdings()))
-        pool.check()
-        cached = Counter(filter(None, map(pool.owner_of, range(40))))
+        seen |= sent(report.rows(device.changed_holdings()))
+        device.check()
+        cached = Counter(filter(None, map(device.owner_of, range(40))))
         assert len(seen) <= 4
         for each, usage in seen.items():
             if each != OTHER:

@@ -30,8 +30,8 @@ from kvferry.engine.vllm.plugins.tier.request_tier_state import hints_of
 from kvferry.engine.vllm.plugins.tier.tenant_policy import TenantCachePolicy
 from kvferry.engine.vllm.plugins.tier.tier_connector import TierConnector
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
+from kvferry.tenancy.pages.device_pages import DevicePages
 from kvferry.tenancy.pages.outcome import Cause
-from kvferry.tenancy.pages.pool_pages import PoolPages
 from kvferry.tenancy.shares.step_order import Candidate, StepOrder, step_order
 from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, KnownTerms
 
@@ -45,7 +45,7 @@ class TenantFreeQueue:
 
     def __init__(self, blocks: Sequence[KVCacheBlock], free: Sequence[KVCacheBlock]) -> None:
         self._blocks = blocks
-        self.pages = PoolPages(len(blocks), len(free))
+        self.pages = DevicePages(len(blocks), len(free))
         self.tenant = _UNKNOWN  # for which pages are taken
         self.prepend_n(free)
 

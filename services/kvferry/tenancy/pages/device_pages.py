@@ -1,4 +1,4 @@
-"""Eviction in an engine's pool of pages, by the policy of `retention`, at the price of a step of the engine.
+"""Eviction in an engine's device memory, by the policy of `retention`, at the price of a step of the engine.
 
 Cached pages that no request uses are free: they go when others are needed. A floor therefore keeps pages from other
 tenants' admissions, and yields to requests that already run. Without ghosts, the order is that of `Retention`.
@@ -96,8 +96,8 @@ class _Next(NamedTuple):
     instead_of: int | None = None  # the wanted page whose place it is
 
 
-class PoolPages:
-    """The free pages of a pool, and the owners of cached ones. Pages are numbers below `num_pages`.
+class DevicePages:
+    """The free pages of an engine, and the owners of cached ones. Pages are numbers below `num_pages`.
 
     A page is in use from `take` or `use` until `put`. An earlier `now_s` counts as the latest.
     """
