@@ -276,10 +276,10 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
         ("too many to count ({})", "tenancy.pages.page:MAX_COUNTED_REUSES"),
         ("remembers the uses of {}\nevicted ones", "store.index.eviction:GHOSTS_PER_CHUNK/words"),
     ],
-    "contributor/caches-and-lines.md": [
+    "contributor/caches-and-queues.md": [
         ("| {} workers that went away |", "router.engine_losses:MAX_VANISHED"),
         ("tenant, prompt and sampling; {}, 5 minutes", "link.request_quarantine:MAX_QUARANTINED"),
-        ("| number; {} |", "worker.quarantine_relay:MAX_ASKED"),
+        ("a number of the worker's; {} |", "worker.quarantine_relay:MAX_ASKED"),
         ("names in {} verified certificates", "gateway.tls:_NUM_NAMES"),
         ("{} keys of namespaces", "store.keyring:_MAX_DERIVED"),
         ("its tenant and operators may read; {} |", "router.dispatch:NUM_RECENT"),

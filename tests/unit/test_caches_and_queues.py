@@ -1,4 +1,4 @@
-"""docs/contributor/caches-and-lines.md names each cache and line of what requests pass."""
+"""docs/contributor/caches-and-queues.md names each cache and queue that content of requests passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "services" / "kvferry"
-PAGE = ROOT / "docs" / "contributor" / "caches-and-lines.md"
+PAGE = ROOT / "docs" / "contributor" / "caches-and-queues.md"
 FOLDERS = (
     *("arguments", "engine", "gateway", "keeper", "link", "observability", "pages", "router", "store", "tenancy"),
     *("util", "worker"),
@@ -65,7 +65,7 @@ def _rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def test_each_cache_and_line_has_a_row_and_each_row_a_cache_or_line() -> None:
+def test_each_cache_and_queue_has_a_row_and_each_row_is_in_the_code() -> None:
     named = [name for row in _rows() for name in re.findall(r"`([^`]+)`", row[0])]
     assert len(named) == len(set(named))
     assert set(named) == _found()
