@@ -60,7 +60,7 @@ class Attack:
     limits: Mapping[str, float | None] = field(default_factory=dict)
     path: str = PATH  # of all their requests
     innocent: Body = bodies.short
-    # Of the innocent: 4 of the 128 streams that two decode workers have, or a part of one turn of a line.
+    # Load of the innocent tenant: 4 of the 128 streams of two decode workers, or a fraction of one turn in a queue.
     rate_per_s: float = 20.0
     needs_renderer: bool = False
 

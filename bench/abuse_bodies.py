@@ -104,7 +104,7 @@ def many_patterns(number: int) -> dict[str, Any]:
 
 
 def many_objects(number: int) -> dict[str, Any]:
-    """Return a schema that is tried for some tenths of a second, then taken."""
+    """Return a schema that is tried for some tenths of a second, then accepted."""
     bound = {"type": "integer", "minimum": 0, "maximum": 10**15 + number}
     objects = [
         {

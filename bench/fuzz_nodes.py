@@ -34,7 +34,7 @@ from kvferry.tenancy.terms import TierContract
 
 NUM_NODES = 3
 NUM_CHUNKS = 24
-# Of each node: all three together have room for three quarters of the chunks.
+# Chunks of each node: all three together have room for three quarters of the chunks.
 CAPACITY_BYTES = NUM_CHUNKS // 4 * chunk_file.chunk_file_bytes(SMALL.payload_bytes)
 OPERATIONS_AT_ONCE = 40  # of each node, between two checks
 MAX_GENERATIONS = 3  # of sealing keys that a node has

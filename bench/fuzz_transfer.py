@@ -39,7 +39,7 @@ ANSWER = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 NUM_PROMPTS = 60
 LONGEST = 400  # tokens
 AT_ONCE = 6
-# Of transfers, by what happens to them beside NIXL's faults.
+# Shares of transfers, by what happens to them beside NIXL's faults.
 ODDS = {"lease ends": 0.05, "unknown engine": 0.01, "cancelled": 0.1}
 LEASE_S = 20
 QUIET_S = 90.0

@@ -166,7 +166,7 @@ def layout_of(info: EngineInfo, num_layers: int, first: Transfer, *, is_on_gpu: 
 
 
 def summarize(num_tokens: int, transferred: Sequence[Transfer], raw: Sequence[Transfer]) -> dict[str, Any]:
-    """Of one prompt length: each side's median and best rate, and the medians' ratio."""
+    """Figures of one prompt length: each side's median and best rate, and the medians' ratio."""
     size_bytes = transferred[0].size_bytes
     num_descriptors = statistics.median(transfer.num_descriptors for transfer in transferred)
     figures: dict[str, Any] = {

@@ -364,9 +364,9 @@ def _row(key: str, name: str, field: FieldInfo, comment: str) -> str:
 
 
 def _chart_decides(path: str) -> bool:
-    """Whether a key, or a section that it is in, is not simply taken from the chart's value `config`."""
+    """Whether a key, or a section that it is in, does not simply come from the chart's value `config`."""
     parts = path.replace("[]", "").split(".")
-    # Taken under other conditions (_TAKEN).
+    # Copied under other conditions (_TAKEN).
     refused = {"pools", "models", *CHART_DECIDES[""]}
     return parts[0] in refused or (len(parts) > 1 and parts[1] in CHART_DECIDES.get(parts[0], ()))
 

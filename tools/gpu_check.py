@@ -50,7 +50,7 @@ def _become(python: Path, program: list[str]) -> NoReturn:
 
 
 def _left_s(used_s: float) -> float:
-    """Of the hour, what setting up has left; the first time that takes minutes."""
+    """Seconds of the hour that setting up has left; the first time it takes minutes."""
     return max(600.0, 3600.0 - used_s)
 
 

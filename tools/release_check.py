@@ -31,7 +31,7 @@ DIST = ROOT / "dist"
 
 
 class CheckFailed(Exception):
-    """The message says what to mend."""
+    """The message says what to fix."""
 
 
 def run(*command: str | Path, environ: dict[str, str] | None = None, cwd: Path = ROOT) -> str:

@@ -154,7 +154,7 @@ class Passage:
     def files(self) -> list[str]:
         """Raises LookupError for an entry of CHANGES or HANDOVERS that was not called."""
         if missing := {*CHANGES, *HANDOVERS} - self.called.keys():
-            raise LookupError(f"a request does not pass {', '.join(sorted(missing))}: mend CHANGES or HANDOVERS")
+            raise LookupError(f"a request does not pass {', '.join(sorted(missing))}: correct CHANGES or HANDOVERS")
         return [
             name
             for name in self.called

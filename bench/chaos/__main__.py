@@ -120,7 +120,7 @@ FAULTS: dict[str, Callable[[argparse.Namespace], tuple[Fault, int]]] = {
 # Members that leave wait for their streams.
 LEAVING = {"drain", "upgrade"}
 FAULTED = "faulted"  # the cluster of FAULTS, in the figures of bills
-# Of a cluster whose second gateway speaks as the previous release does.
+# Name of the cluster whose second gateway speaks as the previous release does.
 RELEASES = "releases"
 OVERLOAD = "overload"
 

@@ -275,7 +275,7 @@ class _Comparison:
             yield f"billed {got}, its client got {expected}"
 
     def _faults_of_part(self, answer: _Answer, receipt: Receipt) -> Iterable[str]:
-        """Of an answer that its client did not get whole, or whose last record is lost."""
+        """Check the bill of an answer that its client got in part, or whose last record is lost."""
         times_s, (prompt, _, generated) = receipt.token_times_s, answer.billed
         if not answer.is_lost:
             if generated < len(times_s):

@@ -212,12 +212,12 @@ def billed(folder: Path, num_streams: int) -> dict[str, Any]:
 
 
 def usage_folder(folder: Path) -> Path:
-    """Of all gateways of a billed fleet."""
+    """Usage records of all gateways of a billed fleet."""
     return folder / "usage"
 
 
 def work_folder(folder: Path) -> Path:
-    """Of all workers of a billed fleet."""
+    """Records of work of all workers of a billed fleet."""
     return folder / "work"
 
 

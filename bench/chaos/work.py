@@ -31,7 +31,7 @@ class End(enum.IntEnum):
 
     DIED = 0  # it has not: the process was killed under it, or hangs
     FINISHED = 1
-    STOPPED = 2  # taken out by the worker: preempted, or the gateway or its client has gone
+    STOPPED = 2  # removed by the worker: preempted, or the gateway or its client has gone
     FAILED = 3  # the engine died, and its process lived on for a moment
 
 

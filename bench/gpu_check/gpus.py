@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-# Of the CUDA 13 libraries in torch's wheel, which the extra `gpu` installs.
+# Oldest driver for the CUDA 13 libraries in torch's wheel, which the extra `gpu` installs.
 OLDEST_DRIVER = 580
 _FIELDS = "name,memory.total,compute_cap,driver_version"
 _TIMEOUT_S = 60.0

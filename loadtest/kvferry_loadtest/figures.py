@@ -138,7 +138,7 @@ def by_deployment(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def values(results: Sequence[Result], figure: Figure) -> list[float]:
-    """Of every repeat that has the figure."""
+    """The figure in each repeat that has it."""
     return [value for value in map(figure.of, results) if value is not None]
 
 

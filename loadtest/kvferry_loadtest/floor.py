@@ -3,7 +3,7 @@
 The plan is replayed in the order of its planned times into a prefix cache without bounds that finds whole pages only.
 Prompts share what their segments share; roles and tools count as beginnings that must be alike. What a chat template
 adds per message counts where the scenario says how much that is: not knowing it, the floor is too low, by the more the
-shorter the messages are. Answers have all of their `max_tokens`, and their text is taken to become the same tokens
+shorter the messages are. Answers have all of their `max_tokens`, and their text is assumed to become the same tokens
 again when it comes back in a prompt.
 
 Warm-up requests fill the cache and are not counted. For figures that contain them, such as a server's counters over a

@@ -40,7 +40,7 @@ _DECODING_ERRORS = (
 class Latencies:
     """Durations between 0 and an hour, counted at a resolution of 1 µs below 2 ms and of 0.1 % above.
 
-    `mean` and `max` are exact as long as no histogram was decoded: the encoding keeps neither. `restored` mends that.
+    `mean` and `max` are exact as long as no histogram was decoded: the encoding keeps neither. `restored` adds both.
     """
 
     def __init__(self) -> None:

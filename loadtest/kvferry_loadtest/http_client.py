@@ -1,4 +1,4 @@
-"""A lean HTTP/1.1 client for load: no task and no wake-up per request, arrival times taken where bytes are read.
+"""A lean HTTP/1.1 client for load: no task and no wake-up per request, arrival times measured where bytes are read.
 
 httptools parses; what is here keeps connections. One request at a time on each, so that none waits behind another in
 this process; a connection is opened when no idle one is left.

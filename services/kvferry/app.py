@@ -161,7 +161,7 @@ async def _until_filled(model_folder: str, hub_model: Mapping[str, str] | None) 
 def keeper_settings(values: dict[str, Any]) -> str:
     """Return a digest of all settings of a keeper; a keeper with another digest is replaced."""
     sections = [values[section] for section in ("tier", "membership", "metrics", "tracing")]
-    # Of its engines alone, and each model may have its own.
+    # `cpu_gib` concerns engines alone, and each model may have its own.
     sections[0] = {key: value for key, value in sections[0].items() if key != "cpu_gib"}
     return _digest([*sections, values["worker"]["tls"], values["engine"]["device"], __version__])
 

@@ -361,7 +361,7 @@ def _volume(command: Callable[..., R]) -> Callable[..., R]:
 
 
 @tier.command()
-@click.option("--mend", is_flag=True, help="Move what is bad to quarantine. No keeper may have the volume.")
+@click.option("--mend", is_flag=True, help="Move bad files to quarantine. No keeper may serve the volume.")
 @click.option(
     "--keys", type=click.Path(path_type=Path), help="File of secrets: without it sealed payloads are not checked."
 )
@@ -370,7 +370,7 @@ def _volume(command: Callable[..., R]) -> Callable[..., R]:
 def fsck(path: Path, as_json: bool, mend: bool, keys: Path | None) -> None:
     """Read and verify every chunk of the volume at PATH.
 
-    Exit codes: 0 all are whole, 1 some are not (mended or not), 2 it could not be checked.
+    Exit codes: 0 all chunks are whole, 1 some are not (moved or not), 2 it could not be checked.
     """
     from kvferry.store import fsck as checking
     from kvferry.store.keyring import load_keyring
@@ -524,7 +524,7 @@ def _listed(found: FoundChunk) -> dict[str, Any]:
 
 def _print_report(report: Report) -> None:
     if report.faults:
-        table = _plain_table(("cause", "file", "mended"), ("bytes",))
+        table = _plain_table(("cause", "file", "moved to"), ("bytes",))
         for fault in report.faults:
             table.add_row(*map(escape, (fault.cause, fault.path, fault.mended_to or "")), _bytes(fault.num_bytes))
         _print_wide(table, width=400)

@@ -227,7 +227,9 @@ async def set_limits(admin: TenantAdmin, name: str, **limits: str | None) -> Non
 @click.argument("tier", type=click.Choice(TIERS))
 @click.option("--floor", type=float, help="From 0 to 1: demand of other tenants cannot evict it.")
 @click.option("--cap", type=float, help="From 0 to 1: beyond it own pages go first, once the tier is full.")
-@click.option("--ttl", metavar="AGE", help="Remove what was not used for so long: 7d, 12h, 30m, 90s, or never.")
+@click.option(
+    "--ttl", metavar="AGE", help="Remove content that was not used for this long: 7d, 12h, 30m, 90s, or never."
+)
 @click.option("--borrow/--no-borrow", default=None, help="Whether it may hold more than its floor.")
 @click.option("--of-class", is_flag=True, help="The terms of its class again.")
 @_administering

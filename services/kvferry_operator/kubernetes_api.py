@@ -66,7 +66,7 @@ class KubernetesApi:
 
     @property
     def release(self) -> str:
-        """Of the RayService that was observed: the chart's digest of what it says."""
+        """The chart's digest of the observed RayService."""
         return annotation(self._service, RELEASE_DIGEST)
 
     def set_spec(self, step: SetSpec) -> None:
@@ -199,7 +199,7 @@ class KubernetesApi:
 
 
 def api_client() -> kubernetes.client.ApiClient:
-    """Of the pod's service account; outside a pod, as kubectl would. Raises ConfigError."""
+    """Return a client of the pod's service account; outside a pod, of kubectl's configuration. Raises ConfigError."""
     try:
         kubernetes.config.load_incluster_config()
     except kubernetes.config.ConfigException:

@@ -118,7 +118,7 @@ def next_step(seen: Observed) -> Step:
 
 
 def _weights(spec: Document, other: Document) -> set[tuple[str, str, str]]:
-    # Of the groups of both: group, claim and where it is mounted, by the container that waits for the weights.
+    # Group, claim and mount path of the container that waits for the weights, for groups in both specs.
     found = set()
     for name, group in _groups(spec).items():
         pod = group["template"].get("spec", {})
@@ -321,7 +321,7 @@ def _replace_idle(seen: Observed) -> Step | None:
 
 
 def _replace_one(seen: Observed) -> Step | None:
-    # Of the group with the most left to do, so that both roles soon have workers of the new template.
+    # Choose the group with the most left to do, so that both roles soon have workers of the new template.
     shares = {}
     for name in _groups(seen.wanted):
         pods = _pods_of(seen, name)

@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 
 KV_CACHE_DTYPE = "sim"
 UNPACED_CHUNK_TOKENS = 2048  # prompt tokens per step where steps take no time
-# Of prompts this long that come at once, each waits so long after the one before it, so that steps go on: vLLM hashes
-# them in a thread beside its steps. 8,000 tokens take about 0.6 ms.
+# Prompts this long that come at once are admitted with this pause between them, so that steps go on: vLLM hashes them
+# in a thread beside its steps. 8,000 tokens take about 0.6 ms.
 LONG_PROMPT_TOKENS = 1024
 LONG_PROMPT_PAUSE_S = 0.002
 

@@ -36,7 +36,7 @@ class PageMemory:
     def __init__(self, page_bytes: int, layout: LayoutDigest) -> None:
         self.page_bytes = page_bytes
         self.layout = layout
-        # Of pages that were written: to clear megabytes took most of an engine's start.
+        # Contents of written pages only: clearing megabytes took most of an engine's start.
         self._contents: dict[PageId, bytes] = {}
         self._blank = bytes(page_bytes)
         # A page is this fixed noise times an odd number that is the page's own: every byte depends on the tokens, and

@@ -253,8 +253,8 @@ SPECULATION = "speculative_config"
 _SPECULATION_IN_PARTS = ("spec_method", "spec_model", "spec_tokens")
 MAX_DRAFT_TOKENS = 16  # of one step
 MAX_NGRAM_TOKENS = 1024  # vLLM makes an array of as many for each request and step
-# Of vLLM's keys. Drafts are tokens that followed the same n-gram earlier in the request: no model makes them, and there
-# are no pages beside the model's own.
+# Accepted keys of vLLM's n-gram drafts. Drafts are tokens that followed the same n-gram earlier in the request: no
+# model makes them, and there are no pages beside the model's own.
 _NGRAM_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 
 # A smaller model makes the drafts. Its pages lie beside the model's own and are moved and kept with them, so both roles
@@ -353,7 +353,7 @@ _UNLIKE_THE_FILES: Mapping[str, str] = {
     "fastsafetensors": "vLLM reads with it into the memory of a GPU alone",
     "instanttensor": "vLLM reads with it into the memory of a GPU alone",
 }
-# Of `model_loader_extra_config`: the load formats that take a key.
+# Keys of `model_loader_extra_config`, with the load formats that read them.
 _LOADER_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "enable_multithread_load": ("auto", SAFETENSORS),
     "num_threads": ("auto", SAFETENSORS),

@@ -75,7 +75,7 @@ def _has(entry: ModelEntryConfig, key: str) -> bool:
 class ClusterConfig(Section):
     """The whole configuration, the same on every node."""
 
-    # Of this cluster, in etcd and between gateways and workers, which refuse those of other clusters.
+    # Name of this cluster, in etcd and between gateways and workers, which refuse members of other clusters.
     name: str = Field(DEFAULT_NAME, pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
     # Allow listeners off loopback without authentication: all of them, or those that are named.
     insecure: bool | tuple[Listener, ...] = False
@@ -183,7 +183,7 @@ class ClusterConfig(Section):
 
     @property
     def model_dtype(self) -> str:
-        """Of engines; "auto": the model's own."""
+        """Type that engines compute in; "auto": the model's own."""
         return "float32" if self.engine.device == "cpu" and self.model.dtype == "auto" else self.model.dtype
 
     def on_node(self, address: str) -> ClusterConfig:

@@ -11,14 +11,14 @@ from pydantic import Field, field_validator, model_validator
 
 from kvferry.config.section import Section, ServerTlsConfig
 
-# Of asymmetric keys only: a gateway verifies tokens and must not be able to sign any.
+# Algorithms with asymmetric keys only: a gateway verifies tokens and must not be able to sign any.
 JwtAlgorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
 
 
 class JwtConfig(Section):
     """JSON Web Tokens that clients may show as bearer tokens instead of keys."""
 
-    issuer: str = ""  # claim `iss`; empty: no tokens are taken
+    issuer: str = ""  # claim `iss`; empty: tokens are refused
     audience: str = ""  # claim `aud`
     # The issuer's public keys: a file, looked at once a second, or a URL, read every 5 minutes.
     jwks_file: Path | None = None
@@ -49,7 +49,7 @@ _IMAGE_HOST = re.compile(r"(\*\.)?([a-z0-9_-]+\.)*[a-z0-9_-]+(:[0-9]{1,5})?|\[[0
 class ImagesConfig(Section):
     """Images in chats, for models that take them. More than a limit gets 400, more than may be in flight 429."""
 
-    max_per_request: int = Field(8, ge=0, le=MAX_PROMPT_IMAGES)  # 0: none are taken
+    max_per_request: int = Field(8, ge=0, le=MAX_PROMPT_IMAGES)  # 0: images are refused
     max_bytes: int = Field(8 << 20, ge=1024, le=32 << 20)  # of an image's file; those in a body fit the body's limit
     # Width times height of one. More takes more of memory_mib: with a tiny model 1,024 MiB were enough for 32,000,000
     # and not for 67,000,000.
@@ -98,9 +98,10 @@ class GatewayConfig(Section):
     # Choices in flight, of HTTP and gRPC: each is a request of its own on the workers. More get 429.
     max_requests: int = Field(1024, ge=1)
     max_prompt_tokens: int = Field(16 << 20, ge=1)  # of prompts in flight, once for each of their choices; more get 429
-    # Of bodies that are read, and of requests in flight; more get 429. As many again of unread answers over HTTP.
+    # Bytes of bodies that are being read or belong to requests in flight; more get 429. Unread answers over HTTP may
+    # hold as many bytes again.
     max_pending_body_bytes: int = Field(256 << 20, ge=1024)
-    # Of HTTP, and of gRPC as many again; the process's limit of open files is raised for them.
+    # Connections over HTTP, and as many again over gRPC; the process's limit of open files is raised for them.
     max_connections: int = Field(8192, ge=1)
     max_connections_per_peer: int = Field(0, ge=0)  # of one address, over HTTP; 0: no limit, as behind a load balancer
     # Names in `Host` beside loopback ones that a gateway without keys on loopback answers to, such as a proxy's.
@@ -110,14 +111,15 @@ class GatewayConfig(Section):
     # the prompt itself.
     request_timeout_s: float = Field(600, gt=0)
     first_token_timeout_s: float = Field(300, gt=0)  # of each choice
-    # Of each choice. Longer than `worker.hang_timeout_s`, or answers end before another worker continues them.
+    # Time between two tokens of a choice. Use more than `worker.hang_timeout_s`, or answers end before another worker
+    # continues them.
     inter_token_timeout_s: float = Field(180, gt=0)
     placement: Literal["priced", "round_robin"] = "priced"
     # While all workers are full, requests wait in line, first come first served, before anything of them is computed.
     # More than these, of each pool, get 429.
     max_queued_requests: int = Field(256, ge=0)
     queue_timeout_s: float = Field(10, ge=0)  # a request that would wait longer gets 429
-    # A leaving gateway is not ready, but accepts requests for so long: load balancers need time to notice.
+    # How long a leaving gateway, which is not ready, still accepts requests: load balancers need time to notice.
     linger_s: float = Field(0, ge=0)
     drain_timeout_s: float = Field(30, ge=0)
 

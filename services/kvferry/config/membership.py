@@ -17,7 +17,7 @@ def prefix_of(name: str) -> str:
 
 class MembershipConfig(Section):
     endpoints: tuple[str, ...] = ()  # host:port of etcd; empty: `kvferry up` starts one
-    # Of this cluster's keys; it ends with /clusters/NAME. Absent: /kvferry/clusters/NAME.
+    # Prefix of this cluster's keys in etcd; it ends with /clusters/NAME. Absent: /kvferry/clusters/NAME.
     prefix: str = Field(prefix_of(DEFAULT_NAME), pattern=r"^/[A-Za-z0-9._/-]+$")
     lease_ttl_s: int = Field(10, ge=2)
     ca_file: Path | None = None

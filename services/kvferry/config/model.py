@@ -46,7 +46,7 @@ class RopeParametersConfig(Section):
 
     @property
     def num_positions(self) -> int:
-        """Those that have rotations; 0: as config.json says."""
+        """Longest context of the scaled rotations, in tokens; 0: as config.json says."""
         return int((self.factor or 0) * (self.original_max_position_embeddings or 0))
 
 
@@ -71,7 +71,7 @@ class HfOverridesConfig(Section):
 
     @property
     def values(self) -> dict[str, Any]:
-        """As vLLM takes them; empty without any."""
+        """The overrides as vLLM's `hf_overrides`; empty without any."""
         if not self.context:
             return {}
         return {"max_position_embeddings": self.context, "rope_parameters": self.rope_parameters.model_dump()}
@@ -89,7 +89,7 @@ class ModelConfig(Section):
     )
     max_model_len: int | None = Field(None, ge=64)  # tokens of prompt and answer; empty: the model's own
     trust_remote_code: bool = False
-    # A name for these weights, beside the digest of the weight files that is taken once per machine: gateways and
+    # Version label of the weights, beside the digest of the files, which each machine computes once: gateways and
     # workers of different revisions do not work together, nor do engines and volumes.
     revision: str = ""
     # vLLM's parsers for this model's answers. Empty: no tools; reasoning stays part of the content.

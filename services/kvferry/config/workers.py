@@ -26,7 +26,7 @@ class RoleConfig(Section):
 
 
 MAX_POOLS = 16
-DEFAULT_POOL = "default"  # as which the workers of `prefill` and `decode` are shown
+DEFAULT_POOL = "default"  # name of the pool of `prefill` and `decode` in readiness and metrics
 _POOL_NAME = re.compile(r"[a-z0-9-]{1,31}")
 
 
@@ -104,8 +104,8 @@ class ModelEntryConfig(Section):
 
     @property
     def pool(self) -> str:
-        # Of its workers, as members and requests name it. It changes with the model: no request that was begun with one
-        # goes on with another of the same name.
+        # Pool of the entry's workers, as members and requests name it. It changes with the model, so that no request
+        # begins with one model and goes on with another of the same name.
         settings = json.dumps(self.served_model.model_dump(mode="json"), sort_keys=True)
         return f"{self.name}{_OF_SETTINGS}{hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()}"
 

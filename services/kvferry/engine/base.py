@@ -410,7 +410,7 @@ class EngineStats:
     transferred_bytes: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0  # finished; does not grow while the engine hangs
-    # Of requests that this engine computes and that have no first token yet, cached tokens included. None: not counted.
+    # Prompt tokens of requests inside the engine without a first token, cached ones included. None: not counted.
     queued_prompt_tokens: int | None = None
     backlogs: Backlogs | None = None  # None: nothing waits for its turn
     loaded_adapters: frozenset[str] = frozenset()  # of EngineInfo.adapters, those in its memory

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-# llguidance 1.7 uses 8.4 KiB for each level of a JSON schema. Memory is taken as the stack grows.
+# llguidance 1.7 uses 8.4 KiB for each level of a JSON schema. The system allocates memory as the stack grows.
 STACK_BYTES: Final = 64 << 20
 
 _making = threading.Lock()  # the size is that of all threads which Python starts meanwhile

@@ -14,7 +14,7 @@ from kvferry.errors import Overloaded
 
 R = TypeVar("R")
 
-_SEEN_S = 30.0  # for so long the last turn is kept free for a tenant that came
+_SEEN_S = 30.0  # how long the last turn stays free for a tenant that came
 # What a turn costs at least. It is charged when a turn begins, so that a tenant without any goes before others.
 _LEAST_TURN_S = 0.001
 

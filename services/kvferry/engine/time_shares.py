@@ -21,7 +21,7 @@ def share_of(part: float, whole: float) -> float | None:
 class TransferShares:
     """Divides the time of KV transfers at the same time by what each brought."""
 
-    # What a transfer brought came evenly between its begin and its end. One still under way is taken to be half as
+    # What a transfer brought came evenly between its begin and its end. One still under way is assumed to be half as
     # fast as the one that ends: the truth between a link that is shared, where all are as fast, and one that brings one
     # transfer after the other, where those behind have brought nothing.
 

@@ -1,4 +1,4 @@
-"""Admission of requests, for HTTP and gRPC alike: what one may take, and what all may have in flight."""
+"""Admission of requests over HTTP and gRPC: limits of one request, and budgets of all requests in flight."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.usage.usage_log import UNFINISHED, UsageRecord
 from kvferry.observability.tracing import Tracing
 
-# Of one answer: choices times `max_tokens`, and these times `top_logprobs` + 1. A whole answer is kept until its end,
-# an entry of log-probabilities as about 200 bytes.
+# Limits of one answer: choices times `max_tokens`, and these times `top_logprobs` + 1. A whole answer is kept until its
+# end; an entry of log-probabilities has about 200 bytes.
 MAX_ANSWER_TOKENS = 4 << 20
 MAX_LOGPROB_ENTRIES = 1 << 20
 # In one engine step: decoding and encoding take 3 to 5 us for a choice with log-probabilities, and 0.6 to 0.9 us for
@@ -34,7 +34,7 @@ MAX_STEP_LOGPROB_ENTRIES = 256
 PATIENCE_S = 1.0
 # Between what is missing and the name of its pool, in `waiting_for`.
 OF_POOL = " of pool "
-# Of which a tenant may have as many as are left for others.
+# Budgets of which a tenant may hold no more than it leaves for others.
 _CHOICES = "choices"
 _TOKENS = "prompt tokens"
 _IMAGE_BYTES = "bytes of images"

@@ -13,11 +13,11 @@ import xxhash
 
 from kvferry.gateway.bodies.openai_bodies import ChatBody, CompletionBody
 
-# Of a prompt without messages, what decides: a longer prompt of the same beginning is taken for its next turn. One turn
-# of a shorter one may move to the other model, which computes at most so much again.
+# A prompt without messages is assigned by its beginning of this length: a longer prompt with the same beginning counts
+# as its next turn. One turn of a shorter prompt may move to the other model, which recomputes at most this much.
 PREFIX_CHARS = 4096
 PREFIX_TOKENS = 1024
-# Of messages, what decides at most.
+# A conversation is assigned by its messages up to this length.
 MESSAGES_CHARS = 64 << 10
 
 

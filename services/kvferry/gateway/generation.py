@@ -118,7 +118,7 @@ class Generation:
         return (time.perf_counter() - self._first_token_s) / num_after_first
 
     def usage(self) -> Usage:
-        # Up to now: a prompt that no worker has taken counts nothing.
+        # Counted so far: a prompt that no worker has accepted counts nothing.
         if self._usage is not None:
             return self._usage
         usage = Usage(completion_tokens=sum(choice.num_tokens for choice in self.choices))

@@ -64,13 +64,13 @@ from kvferry.util.log_limit import limit_log
 
 log = logging.getLogger(__name__)
 
-# A thread that reads or renders a long body keeps the interpreter from the event loop for so long, each time that the
-# loop has released it: for the writes of 64 streams, 64 times in a turn. Python has 5 ms.
+# GIL switch interval. Each write to a socket releases the GIL, and a thread that reads or renders a long body then
+# holds it for one interval: 64 intervals per turn of the loop with 64 streams. Python's default is 5 ms.
 SWITCH_INTERVAL_S = 0.00005
 
-# libuv takes one connection from a listening socket in each turn of the loop, and a turn is milliseconds long while
-# hundreds of streams are written: of 256 clients that came at once the last waited 0.8 s to be read. So it has the
-# socket several times.
+# libuv accepts one connection of a listening socket in each turn of the loop, and a turn takes milliseconds while
+# hundreds of streams are written: of 256 clients that came at once the last waited 0.8 s to be read. So the socket is
+# registered this many times.
 ACCEPTS_PER_TURN = 32
 
 MAX_NAMED = 16  # workers in each list of /readyz
@@ -111,7 +111,7 @@ def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
     try:
         return VllmRenderer(model_folder, config.served_name, model, images)
     except ConfigError as error:
-        # Of the template that is kept, whose path says nothing.
+        # The message names a copy of the template, whose path tells an operator nothing.
         message = error.message.replace(str(model.chat_template), str(config.model.chat_template))
         raise ConfigError(message, param=error.param) from None
 

@@ -168,7 +168,7 @@ class Models:
 
     @property
     def default(self) -> str:
-        # Of spans that begin before the request is read.
+        # The name in spans that begin before the request is read.
         return next((entry.names.default for entry in self._entries.values()), "none")
 
     @property
@@ -315,11 +315,11 @@ class Models:
                 own = config.of_model("" if label == DEFAULT_POOL else label)
                 current = GatewayModel(pool, own, self._folder if label == DEFAULT_POOL else own.model.path)
                 if entry is not None:
-                    # Of two changes, one after the other, the one that answers stays until the second can.
+                    # After two changes in a row, the model that answers stays until the newest one can answer.
                     earlier = self._answering(entry)
                     both = [entry.current, *([entry.earlier] if entry.earlier is not None else [])]
                     if (same := next((each for each in both if each.pool == pool), None)) is not None:
-                        current, earlier = same, entry.current  # taken back
+                        current, earlier = same, entry.current  # the change was undone
                     self._retire(each for each in both if each not in (current, earlier))
                 names = ModelNames(own if label == DEFAULT_POOL else own.model_copy(update={"pools": {}}))
             else:

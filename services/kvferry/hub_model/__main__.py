@@ -80,7 +80,7 @@ def main() -> int:
         _fault(error.message)
         return 1
     except OSError as error:
-        # Of a drive: read-only, of another user, full. Network errors are UnavailableErrors by now.
+        # A fault of the drive: it is read-only, full, or another user's. Network errors are UnavailableErrors by now.
         where = error.filename or arguments.folder
         _fault(f"{where}: {error.strerror or error} (user {os.geteuid()})")
         return 1

@@ -221,7 +221,7 @@ class _Download:
         return sum(file.is_file() for file in self.paths.values())
 
     def num_bytes(self) -> int:
-        """Of the files that are there, and of those that huggingface_hub has begun."""
+        """Bytes of complete files and of files that huggingface_hub has begun."""
         num_bytes = 0
         for file in (*self.paths.values(), *self.tree.glob(".cache/huggingface/**/*.incomplete")):
             with contextlib.suppress(FileNotFoundError):
@@ -276,7 +276,7 @@ def _finish(download: _Download, marker: Marker, report: Report) -> None:
     for folder in (each for each in [tree, *tree.rglob("*")] if each.is_dir()):
         folder.chmod(0o755)
         sync_folder(folder)
-    # Of the drive: the hash was right, and a mirror may list no sizes.
+    # Sizes as the drive has them: the hash was right, and a mirror may list no sizes.
     sizes_bytes = {path: file.lstat().st_size for path, file in download.paths.items()}
     write(tree, Marker(marker.model, marker.revision, marker.commit, sizes_bytes))
 

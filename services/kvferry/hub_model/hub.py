@@ -97,7 +97,7 @@ class Hub:
                 self._model,
                 revision=commit,
                 local_dir=folder,
-                cache_dir=folder / OWN_FOLDER / "none",  # else files of any cache are taken
+                cache_dir=folder / OWN_FOLDER / "none",  # else the library copies files from any cache
                 endpoint=self._endpoint,
                 token=self._token or False,
                 ignore_patterns=[OWN_FOLDER, f"{OWN_FOLDER}/*"],
@@ -194,12 +194,12 @@ class Hub:
                 if error.errno is not None:
                     raise
                 raise UnavailableError(self._words(error)) from None  # a file of another length than was said
-            # Of a wrong answer, a proxy or a certificate: the text may have parts of the answer, or a password.
+            # Wrong answers, proxies and certificates; the text may contain parts of the answer, or a password.
             said = f"{self._endpoint} answers something else than a list of {self._model}"
             raise UnavailableError(f"{said}, or cannot be asked: {type(error).__name__}") from None
 
     def _words(self, error: BaseException) -> str:
-        # Of addresses without queries, which may be signatures.
+        # Remove queries from addresses: they may be signatures.
         text = re.sub(r"\?\S+", "?...", " ".join(str(error).split()))
         text = text.replace(self._token, "***") if self._token else text
         return f"{type(error).__name__}: {text[:300]}".rstrip(": ")

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 5.0  # after a start that failed, such as on the socket of another keeper
 HEALTH_PERIOD_S = 1.0
-# The actor looks this often whether the application is still deployed, and ends after so many misses in a row.
+# How often the actor checks that the application is still deployed, and the misses in a row after which it ends.
 DEPLOYED_PERIOD_S = 10.0
 MAX_MISSES = 3
 

@@ -44,7 +44,7 @@ class ClusterFloors:
         read = await self._reports.read()
         records: Mapping[str, Record] = {} if read is None else read
         if self._is_new:
-            # Of any volume of this keeper: its first one may be opened later than it was before.
+            # Records of any volume of this keeper: its first volume may be opened later than it was before.
             before = [record for other, record in records.items() if other.endswith(f"-{volumes[0].writer}")]
             if read is None or any(map(_may_have_offers, before)):
                 self._exchange.hold(self._now_s())

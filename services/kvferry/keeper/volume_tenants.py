@@ -24,7 +24,7 @@ from kvferry.tenancy.terms import VOLUME_TIER, TenantToTiers, TierContract, Tier
 
 log = logging.getLogger(__name__)
 
-# Between looks for files of before: another keeper of a shared volume may not have known of the new epoch yet.
+# Between looks for files of earlier epochs: another keeper of a shared volume may not have known of the new epoch yet.
 REPEAT_S: Final = 60.0
 EXPIRY_PERIOD_S: Final = 10.0
 RETRY_S: Final = 1.0

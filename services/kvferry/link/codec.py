@@ -54,7 +54,7 @@ _delta_from_json = msgspec.json.Decoder(AnswerDelta)
 
 _TIMES_BYTES = 64  # of Durations
 _DURATIONS = ("queue_ms", "prefill_ms", "kv_transfer_ms", "load_ms")
-_MAX_MS = 1e7  # almost three hours; a longer duration is taken for unknown
+_MAX_MS = 1e7  # almost three hours; a longer duration counts as unknown
 _MIN_SHARE = 1e-6
 _SHARES = ("prefill_share", "kv_transfer_share")
 _RANGES = {**dict.fromkeys(_DURATIONS, (0.0, _MAX_MS)), **dict.fromkeys(_SHARES, (_MIN_SHARE, 1.0))}
@@ -372,7 +372,7 @@ def _ended(message: pb.Finished) -> EngineOutput | KvferryError:
         return error
     reason = _FINISH_FROM_WIRE.get(message.reason)
     if reason is None:
-        # Of a newer release. Only this request is ended by it, not the link.
+        # A newer release sent it. Only this request ends, not the link.
         return EngineError(
             f"the worker ended the request for a reason that this gateway does not know ({message.reason})"
         )
@@ -424,7 +424,7 @@ def _set_durations(message: pb.Durations, durations: EngineDurations) -> None:
 
 
 def _durations_from_wire(message: pb.Durations) -> EngineDurations:
-    # Values that no clock can give are taken for unknown: rates are learned from them.
+    # Values that no clock can give count as unknown: rates are learned from them.
     values: dict[str, float] = {}
     for field, value in message.ListFields():
         lowest, highest = _RANGES[field.name]

@@ -24,7 +24,7 @@ MAX_FIRST_FRAME_BYTES = 4096
 # From a connection to its preamble and Hello.
 GREETING_TIMEOUT_S = 10.0
 
-TURN_S = 0.002  # after so long, payloads that were received at once wait for the loop's next turn
+TURN_S = 0.002  # after this time, payloads that were received at once wait for the loop's next turn
 
 _LENGTH_BYTES = 4
 

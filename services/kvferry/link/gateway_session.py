@@ -168,7 +168,7 @@ class GatewaySession:
         self._failed_numbers: set[int] = set()  # of tasks that are being cancelled, after their failure was queued
         self._releasing = TaskSet()
         welcome = worker.welcome(hello)
-        self._why_refused = welcome.refusal  # nothing is taken from this gateway
+        self._why_refused = welcome.refusal  # requests of this gateway are refused
         self._pool = welcome.pool
         self.believes_full = welcome.load.full  # the gateway does not ask a full worker: it has to be told of room
         self._outgoing = OutgoingQueue(hello.gateway_id, welcome)

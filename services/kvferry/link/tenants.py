@@ -66,7 +66,7 @@ class TenantMeter:
                 del self._counts[idle]
 
 
-# What tenants were served goes with stats, this often, of so many tenants at once.
+# How often, and of how many tenants at once, the work done for tenants is sent with the statistics.
 SERVED_INTERVAL_S: Final = 0.5
 MAX_SERVED: Final = 64
 

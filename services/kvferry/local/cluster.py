@@ -494,7 +494,7 @@ def _choose_port(config: ClusterConfig, key: str, port: int, *, taken: int = 0) 
 
 def _why_not_to_bind(host: str, port: int) -> OSError | None:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As servers do: connections of an earlier gateway that are still closing do not make the port taken.
+        # As servers do: connections of an earlier gateway that are still closing do not count as users of the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -57,7 +57,7 @@ def start_etcd(folder: RunFolder, tls: TlsConfig, pace: Pace) -> Etcd:
         )
         if _wait_healthy(child, endpoint, context, pace):
             return Etcd(child, endpoint)
-        # Between our look for a free port and its bind another process may have taken it.
+        # Between our look for a free port and its bind another process may have bound it.
         if attempt == _ATTEMPTS or b"address already in use" not in child.log.read_bytes():
             raise child.failure()
     raise AssertionError("unreachable")

@@ -52,7 +52,7 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", 64 << 20),
 )
-# Of tenants' records, the largest, so many are within the limit above.
+# This many of the largest records of tenants stay within the limit above.
 KEYS_PER_READ: Final = 500
 _EOF: Final[Any] = grpc.aio.EOF
 # etcd has no status of its own for these; the wording is that of 3.4 to 3.6.

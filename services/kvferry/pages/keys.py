@@ -38,7 +38,7 @@ class ImageSpan(NamedTuple):
     num_tokens: int
 
 
-# Of each page that has tokens of images: digest, and offset from the page's first token, which may be negative.
+# Images by page, for pages that have tokens of images: digest, and offset from the page's first token (may be < 0).
 PageImages = Mapping[int, Sequence[tuple[str, int]]]
 
 

@@ -22,8 +22,8 @@ from kvferry.membership.base import MemberId
 
 # Then the request is refused, and not tried again.
 MAX_LOSSES = 2
-# Of a request that has given tokens, among others that have: any of them may be to blame. In a row without a further
-# token, and in all.
+# Losses of a request that has given tokens, on engines where other requests had too: any of them may be to blame. In a
+# row without a further token, and in all.
 MAX_LOSSES_WITHOUT_PROGRESS = 4
 MAX_SHARED_LOSSES = 8
 # For which its workers hold others, of any gateway, to blame. In all: a request may end each engine after a few tokens.

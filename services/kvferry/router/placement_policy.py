@@ -244,5 +244,5 @@ def explain(placement: Placement) -> dict[str, Any]:
 
 def _price(price: Price) -> dict[str, Any]:
     values = {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(price).items()}
-    values["ferry_ms"] = values.pop("kv_transfer_ms")  # the name that `kvferry explain --json` has always shown
+    values["ferry_ms"] = values.pop("kv_transfer_ms")  # the name in the output of `kvferry explain --json`
     return {**values, "total_ms": round(price.total_ms, 3)}

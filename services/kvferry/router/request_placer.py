@@ -207,7 +207,7 @@ class RequestPlacer:
         try:
             while True:
                 await waiter.turn()
-                # The place is taken before the next request's turn: else all would ask workers for the same one.
+                # Reserve the place before the next request's turn: else all would ask workers for the same one.
                 attempt = await self._reserve(request, always=True)
                 is_held_up = self.losses.is_suspect and self._router.losses.has_trials
                 if attempt is not None or is_held_up or not self._is_room_short():
@@ -344,7 +344,7 @@ class RequestPlacer:
         has_trials = router.losses.has_trials and not is_resumed
         with_room: list[Candidate] = []
         full: list[Candidate] = []
-        quiet: list[Candidate] = []  # taken if there are no others
+        quiet: list[Candidate] = []  # chosen if there are no others
         for link, candidate in candidates:
             if not (self.failed.may_try(link) and self._has_what_it_needs(link)):
                 continue

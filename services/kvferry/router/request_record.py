@@ -47,7 +47,7 @@ class RequestRecord(msgspec.Struct):
 
     @property
     def is_computed(self) -> bool:
-        # Whether a worker is known to have computed, or taken, the prompt.
+        # Whether a worker is known to have computed or accepted the prompt.
         return self.has_output or self.prefill_worker is not None
 
     @property

@@ -23,7 +23,7 @@ from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-QUARANTINE_TIMEOUT_S = 2.0  # the client of a request that ends engines waits so long for its 500
+QUARANTINE_TIMEOUT_S = 2.0  # how long the client of a request that ends engines waits for its 500
 
 
 class WorkerPool:

@@ -20,7 +20,7 @@ from kvferry.store.volume_files import VolumeFiles
 # that no writer has room for are removed, as if they had been evicted.
 ADOPT_AFTER_S = folder.ALIVE_FOR_S
 REMOVE_AFTER_S = 900.0
-# Of one call: meanwhile a keeper of that name cannot start.
+# Files of one call: meanwhile a keeper of that name cannot start.
 MAX_FILES = 2_000
 MAX_COMPARED = 100  # chunks that are in the index too: both files may be read
 

@@ -1,6 +1,6 @@
 """Verify, list and measure a volume's chunks without a keeper.
 
-A keeper may run except for mending: changed chunks are reread.
+A keeper may run meanwhile, but not with `--mend`: changed chunks are read again.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ def verify_volume(
 ) -> Report:
     """Verify every chunk. With `mend`, quarantine bad files.
 
-    `advance` is called for every file. Raises TierError for no volume, or for mending while a keeper serves it.
+    `advance` is called for every file. Raises TierError for no volume, or for `mend` while a keeper serves it.
     """
     report = Report(folder.read_description(path).volume_id)
     lock_fd = folder.lock(path / paths.LOCK, shared=False) if mend else None
     if mend and lock_fd is None:
-        raise TierError(f"volume {path} is served by a keeper; it can be mended when that has stopped")
+        raise TierError(f"volume {path} is served by a keeper; use --mend when that has stopped")
     reader = _Reader(path, keyring)
     try:
         if mend:
@@ -352,7 +352,7 @@ def _refuse_beside_keepers(path: Path) -> None:
         more = f" and {len(living) - MAX_NAMED} more" if len(living) > MAX_NAMED else ""
         raise TierError(
             f"volume {path}: the keeper of {', '.join(living[:MAX_NAMED])}{more} lived less than "
-            f"{folder.ALIVE_FOR_S:.0f} s ago, perhaps on another node; wait so long after it has ended, and mend then"
+            f"{folder.ALIVE_FOR_S:.0f} s ago, perhaps on another node; wait that long after its end, then use --mend"
         )
 
 

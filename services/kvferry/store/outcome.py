@@ -27,7 +27,7 @@ class Outcome(enum.StrEnum):
     EXISTS = "exists"  # in the volume already, or being written by another thread
 
 
-# Of opening one file; they say nothing of the drive.
+# Errors of opening one file; they say nothing about the drive.
 _OF_ONE_FILE = frozenset({errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENOTDIR, errno.EISDIR, errno.EINVAL})
 _OUTCOMES = {
     errno.ENOENT: Outcome.GONE,

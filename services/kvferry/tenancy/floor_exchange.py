@@ -201,7 +201,7 @@ class FloorExchange:
         length = sum(map(abs, ways.values()))
         scale = min(1.0, STEP * even / length) if length else 1.0
         moved = {node: before.get(node, 0) + int(way * scale) for node, way in ways.items()}
-        # What is taken back is offered again once it is known that its receiver does not count on it any more.
+        # A floor that is withdrawn is offered again once its receiver is known to count on it no more.
         held = {node: self._committed(tenant, node, peer) for node, peer in self._peers.items()}
         room = max(0, _most(even) - sum(held.values()))
         more = sum(max(0, units - held.get(node, 0)) for node, units in moved.items())

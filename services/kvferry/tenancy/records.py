@@ -125,7 +125,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return next((key for key in self.keys if key.name == name), None)
 
     def with_key(self, key: KeyRecord) -> TenantRecord:
-        """Raises ValueError for a name that is taken, or one key too many."""
+        """Raises ValueError for a name that is in use, or one key too many."""
         if self.key(key.name) is not None:
             raise ValueError(f"the tenant {self.name!r} has a key {key.name!r} already")
         changed = msgspec.structs.replace(self, keys=(*self.keys, key))

@@ -83,7 +83,7 @@ def free_port(host: str = "127.0.0.1") -> int:
             except OSError as error:
                 # Some ports are reserved to others than their user.
                 if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                    raise OSError(error.errno, f"no TCP port of {host} can be taken: {error.strerror}") from error
+                    raise OSError(error.errno, f"no TCP port of {host} is free: {error.strerror}") from error
                 continue
             return int(probe.getsockname()[1])
     raise OSError(errno.EADDRINUSE, f"no TCP port of {host} is free")

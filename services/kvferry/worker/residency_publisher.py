@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 # 128 KiB a part, which holds up a gateway's streams for about 10 ms.
 MAX_SNAPSHOT_KEYS = 16_384
 
-# Changes are collected for so long: with small pages every step stores some, and a message costs a gateway as much as
+# How long changes are collected: with small pages every step stores some, and a message costs a gateway as much as
 # several tokens. Gateways expect the pages of their own requests anyway.
 FLUSH_AFTER_S = 0.05
 

@@ -33,7 +33,7 @@ from kvferry.worker.turns import OnEngine, TenantTimes, Turns
 _NUM_ENDS = 64
 MAX_RETRY_AFTER_S = 60
 TELLING_S = 3.0  # gateways tell of other workers once a second
-# Of `max_requests`, up to which requests that lost another worker are accepted.
+# Factor on `max_requests`, up to which requests that lost another worker are accepted.
 _RESUMED_SHARE = 2
 _MAX_REFUSED = 256  # gateways that are remembered as refused
 

@@ -22,15 +22,16 @@ from kvferry.tenancy.shares.fair_queue import FairQueue, QueueParameters
 from kvferry.tenancy.shares.slots import DecodeSlots
 from kvferry.tenancy.shares.tenant_queue import Slice
 
-# Of the prompts inside an engine, how much is left when the next one follows: enough that it never waits, also for
+# Prefill work left inside an engine when the next prompt is submitted: enough that the engine never waits, also with
 # several short prompts in a step. All of it is added to the time to first token of a tenant that returns.
 DEPTH_MS: Final = 30.0
-# Of the batch's slots, for tenants below their share: so much always, and up to so much as they lately wanted.
+# Share of the batch's slots that is always reserved for tenants below their share, and the most that is reserved when
+# they lately wanted more.
 RESERVED_SHARE: Final = 1 / 32
 MAX_RESERVED_SHARE: Final = 1 / 8
-# A stream that is preempted computes again what is no longer cached, so it has its slot for so long at least.
+# A stream that is preempted computes again what is no longer cached, so it keeps its slot for this long at least.
 MIN_GENERATING_S: Final = 0.25
-MAX_GENERATING_S: Final = 5.0  # where what comes before its first token took so long
+MAX_GENERATING_S: Final = 5.0  # the same, where its time before the first token was this long
 
 MAX_NAMED: Final = 64  # tenants in a report
 MAX_KNOWN: Final = 2048  # tenants whose work is counted; those that sent nothing for longest are forgotten first
@@ -143,7 +144,7 @@ class Turns:
 
     @property
     def prompt_tokens(self) -> Mapping[str, int]:
-        # Of requests that ended, by tenant, since it was known.
+        # Prompt tokens of ended requests, by tenant, since the tenant is known.
         return self._known
 
     def elsewhere(self, got_ms: Mapping[str, float], num_workers: int) -> None:

@@ -44,7 +44,7 @@ P = ParamSpec("P")
 
 _CONTEXT_TOKENS = 8192
 _TTFT_S = 2.0
-_PROMPT_TOKENS_S = 1000.0  # a longer prompt has a second for each so many tokens, where no objective is given
+_PROMPT_TOKENS_S = 1000.0  # where no objective is given, longer prompts have a TTFT of a second for each of these
 _TPOT_S = 0.05
 _EMITTED = ("values.yaml", "serve.yaml", "vllm")
 _LISTS = ("gpus", "profiles", "rules", "settings")

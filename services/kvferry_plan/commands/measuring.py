@@ -101,7 +101,7 @@ def _key() -> str:
 
 
 def _failed(text: str) -> MeasuringFailed:
-    # Servers and proxies repeat headers. The key is taken out before the text is cut, so that no part of it is left.
+    # Servers and proxies repeat headers. The key is removed before the text is cut, so that no part of it is left.
     key = _key()
     shown = (text.replace(key, "***") if key else text)[:_MAX_SHOWN_CHARS]
     return MeasuringFailed("--calibrate " + "".join(each if each.isprintable() else "?" for each in shown))

@@ -1,7 +1,7 @@
 """Fits the planner's efficiencies to what was measured on a running engine. Pure."""
 
 # Prefill: seconds = overhead + FLOPs / (peak x MFU). Decode: seconds of a step = overhead + bytes / (bandwidth x
-# efficiency), or overhead + FLOPs / (peak x MFU), whichever fits better; the other roof is taken as not reached. Both
+# efficiency), or overhead + FLOPs / (peak x MFU), whichever fits better; the other roof counts as not reached. Both
 # are least squares over relative errors with two unknowns that are not negative.
 
 from __future__ import annotations

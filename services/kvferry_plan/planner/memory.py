@@ -23,7 +23,7 @@ def pool_bytes(*, memory_bytes: float, gpu_memory_utilization: float, weight_byt
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one GPU of an engine. A pipeline's stages are taken as equal."""
+    """Bytes of one GPU of an engine. A pipeline's stages are assumed to be equal."""
 
     total_bytes: float
     usable_bytes: float  # by gpu_memory_utilization

@@ -102,7 +102,7 @@ class PlannedModel:
         """Type in which products with the weights are computed, by the names of the GPU catalogue."""
         if self.geometry.quantization.startswith(_WEIGHTS_ALONE):
             return "bfloat16"
-        # Of vLLM's kernels for MXFP4, those with activations in bfloat16 come first, on GPUs with FP4 too.
+        # vLLM prefers its kernels for MXFP4 with activations in bfloat16, on GPUs with FP4 too.
         return {"nvfp4": "fp4", "mxfp4": "bfloat16"}.get(self.weights, self.weights)
 
     def attention_flops(self, num_tokens: int, num_cached: int = 0, *, is_decode: bool = False) -> float:

@@ -284,7 +284,7 @@ def _aggregated(base: _Base) -> Candidate | Miss:
 
     @functools.cache
     def state(num_engines: float) -> tuple[float, float, float, Ttft]:
-        """Share of prefill, batch, TPOT and TTFT of one of so many engines."""
+        """Share of prefill, batch, TPOT and TTFT of one of `num_engines` engines."""
         rate = demand.rate_per_s / num_engines
         share = rate * service_s / engine.layout.pipeline_parallel_size
         if share >= question.assumptions.utilization_limit:

@@ -38,7 +38,7 @@ def fixed(tokens: float) -> Lengths:
 
 
 def parse_lengths(text: str, option: str) -> Lengths:
-    """Read `MEAN` or `MEAN:P99`, in tokens; the latter is taken as lognormal. Raises ConfigError."""
+    """Read `MEAN` or `MEAN:P99`, in tokens; the latter is assumed to be lognormal. Raises ConfigError."""
     mean_text, colon, p99_text = text.partition(":")
     mean = _tokens(mean_text, option, text)
     if not colon:

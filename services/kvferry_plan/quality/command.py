@@ -35,7 +35,7 @@ MAX_LENGTHS, MAX_SAMPLES, MAX_SCORED_TOKENS, MAX_TASKS = 16, 64, 512, 256
 @click.command()
 @click.option("--kv-cache-dtype", "dtypes", multiple=True, required=True, metavar="TYPE", help="May be repeated.")
 @click.option("--baseline", default="auto", show_default=True, help="auto: float32 on a CPU, the model's own on a GPU.")
-@click.option("--dataset", type=click.Path(path_type=Path), help="A text, its paragraphs parted by empty lines.")
+@click.option("--dataset", type=click.Path(path_type=Path), help="A text; empty lines separate its paragraphs.")
 @click.option("--model", help="`default`, a folder, or a hub id.")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file, as of `kvferry up`.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any setting, such as engine.device=gpu.")
@@ -95,7 +95,7 @@ def quality(
         click.echo(f"kvferry: {error.message}", err=True)
         sys.exit(2)
     except OSError as error:
-        # Of folders for what engines write: missing, or full.
+        # Folders that engines write to: missing, or full.
         where = f"{error.filename}: " if error.filename else ""
         click.echo(f"kvferry: {where}{error.strerror or error}", err=True)
         sys.exit(2)

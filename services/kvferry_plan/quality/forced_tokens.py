@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-# Of SamplingParams.extra_args: {"file": path of a float32 matrix, "tokens": ids that the answer has to have}.
+# Value in SamplingParams.extra_args: {"file": path of a float32 matrix, "tokens": ids that the answer has to have}.
 FORCED = "kvferry_forced_tokens"
 
 

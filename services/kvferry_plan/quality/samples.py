@@ -43,7 +43,7 @@ class Dataset:
 
 
 def load_dataset(file: Path | None) -> Dataset:
-    """Read a UTF-8 text; paragraphs are parted by empty lines. Raises ConfigError for an unusable file."""
+    """Read a UTF-8 text; empty lines separate paragraphs. Raises ConfigError for an unusable file."""
     if file is None:
         content = resources.files("kvferry_plan.quality").joinpath("data/prose.txt").read_bytes()
     else:

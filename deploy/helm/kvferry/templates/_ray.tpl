@@ -147,7 +147,7 @@ containers:
       {{- include "kvferry.extraEnv" $role.extraEnv | nindent 6 }}
     {{- if $role.hostNetwork }}
     ports:
-      # Of Ray's agent, the same in each Ray node: so no two share a host, of whatever release.
+      # Port of Ray's agent, the same in each Ray node: so no two Ray nodes of any release share a host.
       - {name: ray-agent, containerPort: 52365, hostPort: 52365}
     {{- end }}
     startupProbe:
@@ -198,7 +198,7 @@ volumes:
   {{- range $volumes }}
   - name: volume-{{ .name }}
     {{- if .hostPath }}
-    # Of this group alone: a volume has one keeper, and pods of several groups may share a node.
+    # Volumes of this group alone: a volume has one keeper, and pods of several groups may share a node.
     hostPath: {path: {{ printf "%s/%s" (trimSuffix "/" .hostPath) $name }}, type: Directory}
     {{- else if .claimName }}
     persistentVolumeClaim: {claimName: {{ .claimName }}}

@@ -328,7 +328,7 @@ def _pattern(config: Mapping[str, Any], field: str) -> dict[str, Any]:
     if not isinstance(values, dict) or len(values) > _MAX_PATTERNS:
         raise ValueError(f"{field} is no mapping of at most {_MAX_PATTERNS} modules")
     if bad := [key for key in values if not _PATTERN_KEY.fullmatch(key)]:
-        raise ValueError(f"{field} has the key {bad[0][:80]!r}; names of modules are taken, or ends of them")
+        raise ValueError(f"{field} has the key {bad[0][:80]!r}; only names of modules, or ends of names, are accepted")
     return values
 
 

@@ -217,7 +217,7 @@ class VllmEngine:
             )
         except KvferryError:
             raise
-        # Of vLLM's checks and of the libraries below it.
+        # vLLM's checks and the libraries below it raise errors of any kind.
         except Exception as error:
             raise UnsupportedEngine(refusal(error, self._config.args, self._argument_keys)) from error
         self._stat_logger = counters[0]

@@ -42,15 +42,15 @@ ADAPTER_ARCHITECTURES = frozenset(
 # Those that were compared with `model.hf_overrides`.
 ROPE_ARCHITECTURES = frozenset({"Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
 
-# Of those that take images: tests/model/test_images.py.
+# Architectures with images that are tested: tests/model/test_images.py.
 IMAGE_ARCHITECTURES = frozenset({"Idefics3ForConditionalGeneration"})
 
-# Of weights, by method and format, both with eight bits; vLLM's other kernels compute in half precision, where answers
-# depend on how prompts are cut.
+# Tested quantizations of weights, as method and format, both with eight bits; vLLM's other kernels compute in half
+# precision, where answers depend on how prompts are cut.
 _QUANTIZATIONS = frozenset({("compressed-tensors", "int-quantized"), ("compressed-tensors", "float-quantized")})
 _WEIGHT_BITS = 8
 
-# Of a text configuration's `layer_types`.
+# Values in a text configuration's `layer_types`.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 TABLE = "docs/user/models.md has the models that are served"

@@ -111,7 +111,7 @@ class ChatImages:
         return images
 
     def _size_at_most(self, url: str, where: str) -> int:
-        """Return the bytes that a file may have. Raises InvalidRequest for a URL that is not taken."""
+        """Return the bytes that a file may have. Raises InvalidRequest for a URL that is not allowed."""
         most = self._config.max_bytes
         if is_data_url(url):
             num_bytes = (len(url) - _data_start(url, where)) // 4 * 3 - (url[-2:].count("="))
@@ -129,7 +129,7 @@ class ChatImages:
             )
         if self._fetcher is None:
             raise InvalidRequest(
-                f"{where}: images are taken by data URL only here; gateway.images.allowed_hosts names no host",
+                f"{where}: only data URLs are accepted here; gateway.images.allowed_hosts names no host",
                 param=where,
             )
         return most

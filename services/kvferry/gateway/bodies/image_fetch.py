@@ -260,7 +260,7 @@ def is_public(address: Address) -> bool:
             carried = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if carried is not None:
             return is_public(carried)
-        if address.is_site_local:  # private networks of before 2004; `is_global` takes them for public
+        if address.is_site_local:  # private networks before 2004; `is_global` counts them as public
             return False
     if any(address in network for network in _NOT_PUBLIC):
         return False

@@ -46,7 +46,7 @@ MAX_NUMBER_CHARS = 1024
 _SLICE_BYTES = 64 << 10  # of short texts these take a millisecond or two
 
 # A decoder keeps the interpreter for all of a number: 8 MiB of digits take 20 ms. A number that is several times too
-# long shows in every so many bytes, in which digits that follow each other are rare.
+# long shows in samples at this distance, in which digits that follow each other are rare.
 _STRIDE_BYTES = MAX_NUMBER_CHARS
 _PERHAPS_LONG = re.compile(rb"[0-9]{3}")
 _LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MAX_NUMBER_CHARS + 1))

@@ -26,7 +26,7 @@ IGNORED = frozenset(
     }
 )  # fmt: skip
 
-# Would let a client reach into the data path (remote hosts and ports, other tenants' pages): never taken from outside.
+# Would let a client reach into the data path (remote hosts and ports, other tenants' pages): dropped from each body.
 DROPPED = frozenset({"kv_transfer_params", "ec_transfer_params", "priority", "request_id"})
 
 # Known, not served; the value that means "not asked for" passes.
@@ -50,7 +50,7 @@ MAX_INT32 = 2**31 - 1
 # Choices of one answer: each is a request of its own on the workers, which refuse more than `worker.max_requests`.
 MAX_CHOICES = 512
 
-# Of one request; OpenAI takes as many.
+# Tools of one request; OpenAI has the same limit.
 MAX_TOOLS = 128
 
 # Lists of a body travel in each choice's Submit, to a prefill and to a decode worker: their length counts up to
@@ -63,7 +63,7 @@ MAX_BAD_WORD_CHARS = 256
 
 MAX_CACHE_SALT_CHARS = 256
 
-# Of one conversation. Each costs the gateway's event loop some microseconds, however short it is.
+# Limits of one conversation. Each message costs the gateway's event loop some microseconds, however short it is.
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # in all messages
 MAX_TOOL_CALLS = 4096  # in all messages

@@ -101,7 +101,7 @@ class Health:
             if not watcher.is_replaced:
                 raise
             task.uncancel()
-            refusal = f"a newer call has taken the place of this one: {MAX_WATCHERS} may watch"
+            refusal = f"a newer call replaces this one: {MAX_WATCHERS} may watch"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
         finally:
             self._watchers.pop(watcher, None)

@@ -24,7 +24,7 @@ _Message = TypeVar("_Message", pb.GenerateRequest, pb.TokenizeRequest)
 
 _FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
-# Of `answers`, messages of any length. They are encoded in pieces: a call of protobuf holds the interpreter.
+# Tag of the field `answers`, messages of any length. They are encoded in pieces: a call of protobuf holds the GIL.
 _ANSWERS_TAG = bytes([pb.GenerateResponse.DESCRIPTOR.fields_by_name["answers"].number << 3 | 2])
 _IDS_AT_ONCE = 16 << 10
 
@@ -33,7 +33,7 @@ _TOKEN_BYTES = 4
 _LOGPROB_BYTES = 24
 _CHUNK_BYTES = 32  # the rest of one
 
-# Chunks tell their sum whenever so much more waits, as a transport over HTTP does.
+# A stream reports its waiting bytes each time this much more waits, as a transport over HTTP does.
 _UNREAD_STEP_BYTES = 64 << 10
 
 

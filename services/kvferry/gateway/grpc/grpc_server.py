@@ -48,7 +48,7 @@ MAX_STREAMS_PER_CONNECTION = 1024
 # For TLS, and for HTTP/2's settings.
 HANDSHAKE_TIMEOUT_S = 15.0
 
-# A message may wait for its client so long, and longer the larger it is: gRPC does not say whether it is read.
+# How long a message may wait for its client; large ones may wait longer: gRPC does not say whether it is read.
 MIN_READ_BYTES_PER_S = 100_000
 
 # For a client to read the status of a call that failed, and of one that was cut because it does not read.
@@ -404,7 +404,7 @@ class _UntilSlow:
 
 
 class _UnreadStream:
-    # A stream's chunks until gRPC has taken them: it takes no further one while its client does not read.
+    # A stream's chunks until gRPC accepts them: it accepts no further chunk while its client does not read.
 
     def __init__(self, path: str, peer: str, chunks: Chunks, until_slow: _UntilSlow) -> None:
         self.path = path

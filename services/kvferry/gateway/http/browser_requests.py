@@ -39,7 +39,7 @@ def require_local_page(headers: Headers, allowed_hosts: Sequence[str]) -> None:
 
 def require_host(headers: Headers, url: bytes, *, is_needed: bool) -> None:
     """Raises InvalidRequest for several `Host` lines, one that is needed and missing, and a URL of another host."""
-    # Of these every proxy in front may read another host than the checks here (RFC 9112, 3.2).
+    # Given several of these, a proxy in front may read another host than the checks here (RFC 9112, 3.2).
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
     if len(hosts) > 1:
         raise InvalidRequest("more than one host header")

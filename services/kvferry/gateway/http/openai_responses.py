@@ -18,8 +18,8 @@ from kvferry.gateway.choices import Choice, Usage
 
 DONE = b"data: [DONE]\n\n"
 
-# Log-probabilities of a whole answer are encoded and joined as they come, so many at a time: else the end of an answer
-# would take long, or each step.
+# Log-probabilities of a whole answer are encoded and joined as they come, in groups of this size: else the end of an
+# answer would take long, or each step.
 ENCODED_AT_ONCE = 16
 JOINED_AT_ONCE = 16
 

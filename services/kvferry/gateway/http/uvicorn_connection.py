@@ -25,7 +25,7 @@ from kvferry.util.addresses import describe_client
 
 EXTENSION = "kvferry.exchange"  # the key of `scope["extensions"]` under which a request finds its Exchange
 
-# Of a request's line and headers. httptools itself keeps heads of any size, in quadratic time.
+# Limits of a request's line and headers. httptools itself keeps heads of any size, in quadratic time.
 MAX_HEAD_BYTES = 64 << 10
 MAX_URL_BYTES = 8 << 10
 MAX_HEADERS = 128
@@ -268,7 +268,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def path(self) -> str:
-        # Of the cycle: the protocol's scope may be of a head that is still read, and has no path then.
+        # The cycle's path: the protocol's scope may belong to a head that is still being read, which has no path yet.
         return self.cycle.scope["path"] if self.cycle is not None else ""
 
     def num_unread_bytes(self) -> int:

@@ -30,7 +30,7 @@ from kvferry.util.files import FileSignature, file_signature
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0  # the file is looked at no more often
-# Of larger files the old keys count until a thread has read the new ones: 10,000 keys take 0.6 s.
+# Larger files are read in a thread, and the old keys hold until it ends: 10,000 keys take 0.6 s.
 READ_AT_ONCE_BYTES = 8 << 10
 MAX_FILE_BYTES = 16 << 20
 
@@ -181,7 +181,7 @@ def read_keys(file: Path) -> list[ApiKey]:
 def new_key(file: Path, tenant: str, name: str, *, operator: bool = False, metrics: bool = False) -> str:
     """Make and return a key; add its hash to the file, created if missing. It has the pool of the tenant's other keys.
 
-    Raises ConfigError for an unusable file, and for invalid or taken names.
+    Raises ConfigError for an unusable file, and for names that are invalid or in use.
     """
     key, digest = make_key()
     try:

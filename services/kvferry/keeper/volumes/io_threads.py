@@ -19,7 +19,7 @@ from kvferry.keeper.volumes.volume_state import ReadRate
 
 log = logging.getLogger(__name__)
 
-# At most so many threads hang before no more are started. A hard mount of a dead server loses this many.
+# Once this many threads hang, no more are started. A hard mount of a dead server loses this many.
 _MAX_LOST_THREADS = 16
 # A task such as a scan of the whole folder may take long, but a hanging one must not occupy its thread forever.
 _TASK_TIMEOUT_S = 600.0

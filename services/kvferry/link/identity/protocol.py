@@ -149,7 +149,7 @@ class GatewayIdentity:
             self._worker_to_weights[worker_id] = worker.model.weights
 
     def left(self, worker_id: MemberId) -> None:
-        # Of the cluster: a worker that is only disconnected may come back.
+        # Called when a worker leaves the cluster: one that is only disconnected may come back.
         self._worker_to_weights.pop(worker_id, None)
 
     def check(self) -> None:

@@ -82,7 +82,7 @@ NOT_COMPARED: Mapping[str, str] = {
     "qwen3_vl_moe_text": "only the equal layers of Qwen3-MoE were",
     "qwen3_vl_text": "only the equal layers of Qwen3 were",
 }
-# One pattern repeats: the last layer of so many attends to all tokens, the others to a window.
+# A pattern of this many layers repeats: its last layer attends to all tokens, the others to a window.
 _PATTERN_FIELD = "sliding_window_pattern"
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "cohere2": 4, "olmo3": 4, "gpt_oss": 2}
 # Their sliding_window counts only with use_sliding_window.
@@ -269,7 +269,7 @@ def _gemma3n(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 
 def _hunyuan(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
-    """Cross-layer attention: one of so many layers stores pages for all."""
+    """Cross-layer attention: in each group of layers, one stores pages for all of them."""
     share = fields.size("cla_share_factor") if fields.flag("use_cla") else 1
     heads, dim = num_kv_heads(fields), head_dim(fields)
     return (KvLayers(-(-num_layers // share), heads, dim, dim),)

@@ -15,7 +15,7 @@ class KvDtype:
     name: str
     bits: int  # of one stored value
     scale_bytes: int = 0  # of one side (K or V) of a head, for each token
-    values_per_scale: int = 0  # one scale of a byte for so many values; 0: no such scales
+    values_per_scale: int = 0  # values that share a scale of one byte; 0: no such scales
     ds_mla_bytes: int = 0  # of a token and layer, for types of DeepSeek's latent alone
 
     def head_bytes(self, head_dim: int) -> int:

@@ -59,7 +59,7 @@ class LatentLayers:
     num_layers: int
     latent_dim: int  # kv_lora_rank
     rope_dim: int  # qk_rope_head_dim
-    # Of the index of sparse attention (DeepSeek V3.2), which vLLM stores in a type of its own.
+    # Bytes of the index of sparse attention (DeepSeek V3.2), which vLLM stores in a type of its own.
     index_bytes: int = 0
     # Values of K without the rotated ones, and of V, of one head: of prompts, heads are unfolded from latents. 0: they
     # are computed over latents (sparse attention).

@@ -10,7 +10,7 @@ from kvferry.membership.base import MemberId
 
 # About the most tokens that an engine computes in one step: vLLM's default for long prompts is 2,048 to 8,192.
 _STEP_TOKENS = 2048
-# Ends of prompts that a report may not know yet: those of so long count as one, at the last of them.
+# Ends of prompts that a report may not know yet: ends within this time count as one, at the last of them.
 _ENDS_TOGETHER_S = 0.02
 _NUM_ENDS = 64
 # How old a report may be when it is first looked at: a worker sends one 50 to 120 ms after a change.

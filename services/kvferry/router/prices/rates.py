@@ -54,8 +54,8 @@ _MIN_TOKENS = 32
 _REFRESH_EVERY = 16
 _MIN_CHANGE = 0.01  # of the typical rate, in which no worker's costs are computed anew
 
-# A rate fades once its age, since it was last observed, is above 1. The age grows by 1 in so many seconds, and in so
-# many placements: _STALE_SHARE for each worker, which at equal shares is observed that often, and some more.
+# A rate fades once its age, since it was last observed, is above 1. The age grows by 1 in _STALE_S seconds, and in
+# _STALE_PLACEMENTS + _STALE_SHARE x workers placements: at equal shares each worker is observed _STALE_SHARE times.
 _STALE_S = 60.0
 _STALE_PLACEMENTS = 40
 _STALE_SHARE = 5

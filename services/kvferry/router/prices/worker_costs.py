@@ -127,7 +127,7 @@ class WorkerCosts:
 
     def _price_foreign_prompts(self, candidate: Candidate) -> None:
         account, stats = self.account, candidate.stats
-        if stats.queued_prompt_tokens is None:  # an older worker: they are taken to be as long as the new prompt
+        if stats.queued_prompt_tokens is None:  # an older worker: they count as being as long as the new prompt
             # The prompt that runs is half done.
             num_prompts = max(0.0, stats.num_running + stats.num_waiting - len(account.prefills) - 0.5)
             self.foreign_ms, self.foreign_ms_per_token = 0.0, num_prompts * self.ms_per_token

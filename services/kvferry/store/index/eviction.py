@@ -12,7 +12,7 @@ from kvferry.tenancy.pages.page import Page
 from kvferry.tenancy.pages.retention import Retention
 from kvferry.tenancy.terms import TierContract, TierSettings
 
-# Of evicted chunks of a tenant, for each that it has; 160 bytes each.
+# Remembered evicted chunks of a tenant, for each chunk that it has; 160 bytes each.
 GHOSTS_PER_CHUNK = 2
 
 

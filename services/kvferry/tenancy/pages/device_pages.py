@@ -39,7 +39,7 @@ class _Tenant:
         # Times of last use by page, oldest first, for each number of reuses.
         self.levels = tuple(OrderedDict[int, float]() for _ in range(MAX_REUSES + 1))
         self.hinted: HintedPages[int] | None = None  # made with the first hint
-        self.due_s = NEVER  # no hint ends before; hints of pages that were taken since may make it later
+        self.due_s = NEVER  # no hint ends before; pages allocated since may have later hints
 
     def lowest(self) -> tuple[float, int]:
         """Return the lowest score of pages without hints, and its level."""
@@ -318,7 +318,7 @@ class DevicePages:
                 return  # the next may have expired
 
     def _evict_oldest(self, tenant: _Tenant, level: int, cause: Cause, taken: list[int], own: _Tenant) -> None:
-        # Of a tenant without hints.
+        # For a tenant without hints.
         page, _ = tenant.levels[level].popitem(last=False)
         tenant.num_free -= 1
         self._count_evicted(page, tenant, cause, own)

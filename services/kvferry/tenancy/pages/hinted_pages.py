@@ -166,7 +166,7 @@ class HintedPages(Generic[T]):
         return None if want is None else want.place
 
     def used_s(self, page: T) -> float:
-        # Of a linked, unwanted page.
+        # For a linked page that no hint wants.
         return next(float(key[0]) for heap in (self._ended, *self._lapsed) if (key := heap.key_of(page)) is not None)
 
     def shorten(self, ttl_s: float | None) -> None:

@@ -17,7 +17,7 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from kvferry.pages.exchange import ARGUMENTS, PAGE_FORMATS, WEIGHTS, ExchangeFields, sorted_fields
 
-# Of the model's configuration: where it lies, and the program that wrote it.
+# Keys of the model's configuration that say where it lies and which program wrote it.
 _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
 
 

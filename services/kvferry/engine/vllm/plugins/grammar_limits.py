@@ -18,7 +18,7 @@ from kvferry.engine.deep_threads import DeepThreads
 
 logger = init_logger(__name__)
 
-# CPU time that an answer's grammar may take: so much, and so much for each token. An ordinary grammar takes 0.03 ms for
+# CPU time that an answer's grammar may take: a fixed time, and a time per token. An ordinary grammar takes 0.03 ms for
 # a token, and 0.5 ms for one of a hundred tokens.
 MAX_START_S = 1.0
 MAX_TOKEN_S = 0.002

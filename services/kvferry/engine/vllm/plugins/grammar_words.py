@@ -37,6 +37,6 @@ def fill_word_caches_of_grammars() -> None:
 
 def words() -> Iterator[str]:
     """Yield different words without a meaning."""
-    # Of letters alone, each of which tokenizers take for one word.
+    # Words of letters alone: a tokenizer does not split them.
     letters = itertools.product(string.ascii_lowercase, repeat=_NUM_LETTERS)
     return ("".join(reversed(word)) for word in itertools.islice(letters, _NUM_WORDS))

@@ -31,7 +31,7 @@ def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-    # Nothing is to be taken back: the next step draws for the same position.
+    # There is nothing to undo: the next step draws for the same position.
     generators, self.input_batch.generators = self.input_batch.generators, {}
     try:
         return _own_bookkeeping(self, *args, **kwargs)

@@ -46,7 +46,7 @@ class TenantFreeQueue:
     def __init__(self, blocks: Sequence[KVCacheBlock], free: Sequence[KVCacheBlock]) -> None:
         self._blocks = blocks
         self.pages = DevicePages(len(blocks), len(free))
-        self.tenant = _UNKNOWN  # for which pages are taken
+        self.tenant = _UNKNOWN  # whose request allocates pages
         self.prepend_n(free)
 
     @property
@@ -240,7 +240,7 @@ class _TenantScheduling:
             return StepOrder()
         last = max(prompts)
         first = heapq.nsmallest(MAX_FIRST, (each for each in self.waiting if _may_begin(each) and each < last))
-        # Of prompts whose pages are on their way, a token is computed once they are there.
+        # Prompts whose pages are on their way count too: the engine computes a token of each when its pages are there.
         first += [each for each in self.kv_holding_waiting if each < last]
         candidates = [Candidate(each, each.priority, self._num_left(each), has_begun=True) for each in sorted(prompts)]
         candidates += [Candidate(each, each.priority, self._num_left(each), has_begun=False) for each in first]

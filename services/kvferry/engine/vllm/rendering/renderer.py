@@ -50,7 +50,7 @@ MOST_CHARS_AT_ONCE = 2_000
 
 _PART_CHARS = 10_000  # of a list's prompts, or of a long text's beginning, that have one turn: about 3 ms
 MAX_WAITING = 256  # texts that wait to be rendered
-# A text of more characters than this for each token of the context is rarely one that fits: so much of it is tokenized
+# A text of more characters than this for each token of the context rarely fits: only its beginning is tokenized
 # first, which is enough to refuse it. Tokens at the ends of a part may differ from those of the whole.
 _CHARS_PER_TOKEN = 16
 _DIFFERENT_TOKENS = 64

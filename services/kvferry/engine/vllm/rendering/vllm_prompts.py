@@ -103,7 +103,7 @@ class VllmPrompts:
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(
                 f"model: its image processor cannot be made: {why[:300]}. Its files, such as preprocessor_config.json, "
-                "belong beside the tokenizer; with gateway.images.max_per_request 0 no images are taken",
+                "belong beside the tokenizer; with gateway.images.max_per_request 0 images are refused",
                 param="model",
             ) from None
 
@@ -127,7 +127,7 @@ class VllmPrompts:
             where, reason = _fault_of(error)
             raise InvalidRequest(f"{where or 'body'}: {reason}", param=where or None) from None
         except TimeoutError:
-            # Of vLLM's own limit. Past this method it would be taken for the end of the request's time.
+            # This is vLLM's own limit. Callers of this method would read it as the end of the request's time.
             raise InvalidRequest(
                 f"messages: the model's chat template takes over {envs.VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT:g} s for them",
                 param="messages",

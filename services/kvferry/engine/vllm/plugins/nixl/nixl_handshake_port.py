@@ -1,4 +1,4 @@
-"""Retries with another port if the one for NIXL handshakes was taken."""
+"""Retries with another port if another process has the one for NIXL handshakes."""
 
 # `VllmEngine` chooses the port before vLLM loads the model, up to a minute before the listener binds it. In vLLM 0.32
 # the thread of a listener that cannot bind ends, and the engine core waits for it without limit.
@@ -36,7 +36,7 @@ def retry_taken_handshake_ports(scheduler: Any) -> None:
                     failure.append(error)
                     ready.set()
                     return
-            log.warning("port %d for NIXL handshakes was taken by another process", port)
+            log.warning("port %d for NIXL handshakes belongs to another process", port)
             try:
                 # Tickets carry this attribute; the caller waits for `ready`, so that none was made yet.
                 scheduler.side_channel_port = port = free_port(host)
