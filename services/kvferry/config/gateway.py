@@ -98,8 +98,7 @@ class GatewayConfig(Section):
     # Choices in flight, of HTTP and gRPC: each is a request of its own on the workers. More get 429.
     max_requests: int = Field(1024, ge=1)
     max_prompt_tokens: int = Field(16 << 20, ge=1)  # of prompts in flight, once for each of their choices; more get 429
-    # Bytes of bodies that are being read or belong to requests in flight; more get 429. Unread answers over HTTP may
-    # hold as many bytes again.
+    # Bytes of bodies of requests in flight; more get 429. Unread answers over HTTP may hold as many bytes again.
     max_pending_body_bytes: int = Field(256 << 20, ge=1024)
     # Connections over HTTP, and as many again over gRPC; the process's limit of open files is raised for them.
     max_connections: int = Field(8192, ge=1)
@@ -111,8 +110,7 @@ class GatewayConfig(Section):
     # the prompt itself.
     request_timeout_s: float = Field(600, gt=0)
     first_token_timeout_s: float = Field(300, gt=0)  # of each choice
-    # Time between two tokens of a choice. Use more than `worker.hang_timeout_s`, or answers end before another worker
-    # continues them.
+    # Between tokens of a choice. Above `worker.hang_timeout_s`, or answers end before another worker continues them.
     inter_token_timeout_s: float = Field(180, gt=0)
     placement: Literal["priced", "round_robin"] = "priced"
     # While all workers are full, requests wait in line, first come first served, before anything of them is computed.

@@ -20,8 +20,7 @@ from kvferry.engine.forks import ForkLimits, ForkServer
 
 NICENESS = 5  # streams need the cores more; forks are nicer still
 
-# A grammar is tried with this number of texts of this number of tokens: enough to find one whose time grows with the
-# text.
+# Texts and their tokens that a grammar is tried with: they find one whose time grows with the text.
 NUM_WALKS = 4
 MAX_WALK_TOKENS = 48
 MAX_TOKEN_S = 0.03  # of CPU time; an engine allows less in the mean (engine/vllm/plugins/grammar_limits.py)

@@ -25,8 +25,7 @@ from kvferry.tenancy.shares.tenant_queue import Slice
 # Prefill work left inside an engine when the next prompt is submitted: enough that the engine never waits, also with
 # several short prompts in a step. All of it is added to the time to first token of a tenant that returns.
 DEPTH_MS: Final = 30.0
-# Share of the batch's slots that is always reserved for tenants below their share, and the most that is reserved when
-# they lately wanted more.
+# Share of the batch's slots reserved for tenants below their share: always, and at most when they lately wanted more.
 RESERVED_SHARE: Final = 1 / 32
 MAX_RESERVED_SHARE: Final = 1 / 8
 # A stream that is preempted computes again what is no longer cached, so it keeps its slot for this long at least.
