@@ -1,8 +1,8 @@
 """The catalogue of metrics: name, kind, unit, labels, meaning and exporting process of each.
 
 A label has a small known set of values, whose series start at zero, or names a process or a volume. Only metrics of
-this catalogue can be exported (exposition.py); docs/operator/metrics.md is generated from it. A fact seen from two sides has two
-names, so that a sum over all targets counts nothing twice.
+this catalogue can be exported (exposition.py); docs/operator/metrics.md is generated from it. Figures
+that a gateway and a worker both export have two names, so that a sum over all targets counts nothing twice.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ _PAGE_OUTCOME_TO_MEANING = {
     "io_error": "the drive failed",
     "no_resources": "no memory or file descriptor",
     "no_space": "the drive is full",
-    "refused": "no room that the tenant may take, or no key to seal with",
+    "refused": "the tenant may use no more room, or there is no key to seal with",
     "exists": "stored already",
     "timeout": "waited or ran too long",
-    "unavailable": "no volume takes it: a breaker is open, a drive is full, or the keeper does not have the volume",
+    "unavailable": "no volume accepts it: a breaker is open, a drive is full, or the keeper does not have the volume",
     "queue_full": "`tier.queue_mib` of writes wait",
     "budget": "`write_gib_per_day` is spent",
     "engine_gone": "the engine left meanwhile",
@@ -158,8 +158,8 @@ _SOURCE = Label(
 _CACHE_TIER = Label("tier", "the tier that had the KV", CACHE_TIERS)
 _VOLUME = Label("volume", "the volume's id")
 _OF_VOLUME_SEEN = (_VOLUME, Label("keeper", "the keeper that serves it"))
-_SPAN_OUTCOME = Label("outcome", "`dropped`: too many waited; `failed`: the collector did not take them", SPAN_OUTCOMES)
-_DIRECTION = Label("direction", "of the I/O", DIRECTIONS)
+_SPAN_OUTCOME = Label("outcome", "`dropped`: too many waited; `failed`: the collector refused them", SPAN_OUTCOMES)
+_DIRECTION = Label("direction", "the direction of the I/O", DIRECTIONS)
 _JOB = Label("operation", "what the engine asked for", JOBS)
 _OUTCOME = Label(
     "outcome",
@@ -168,7 +168,7 @@ _OUTCOME = Label(
 )
 _STATUS = Label("status", "HTTP status; 499: the client left, or was cut before its answer was written", STATUSES)
 _CODE = Label("code", "the error's code, as in the body", REFUSAL_CODES)
-_HINT = Label("hint", "`wanted`: for a time; `end`: the session ends", CACHE_HINTS)
+_HINT = Label("hint", "`wanted`: pages are wanted for a time; `end`: the session ends", CACHE_HINTS)
 _FORK_OUTCOME = Label("outcome", "`late`: ran out of wall-clock time", FORK_OUTCOMES)
 _IMAGE_OUTCOME = Label(
     "outcome", "`kept`: its features were there from an earlier request of the tenant", IMAGE_OUTCOMES
@@ -183,11 +183,11 @@ _TENANT_OUTCOME = Label(
     "`refused`: with a status below 500; `failed`: in a stream too; `cancelled`: the client left",
     TENANT_OUTCOMES,
 )
-_TOKEN_TYPE = Label("type", "`cached`: of the prompt tokens, those that were not computed", TENANT_TOKEN_KINDS)
-_ASKED = Label("asked", "whose name the client said; another one than `model` under `model.canary`")
+_TOKEN_TYPE = Label("type", "`cached`: prompt tokens that were not computed", TENANT_TOKEN_KINDS)
+_ASKED = Label("asked", "the model that the client asked for; differs from `model` under `model.canary`")
 _MODEL_OUTCOME = Label("outcome", "as of kvferry_tenant_requests_total", TENANT_OUTCOMES)
 _MODEL_SERVED = Label("model", "an entry of `models`, or `default`")
-_PLACED_FOR = Label("reason", "why there (docs/contributor/architecture/routing.md)", PLACEMENT_REASONS)
+_PLACED_FOR = Label("reason", "why the worker was chosen (docs/contributor/architecture/routing.md)", PLACEMENT_REASONS)
 _FAILED_FOR = Label("cause", "why the attempt failed", FALLBACK_CAUSES)
 _WHEN = Label("when", "first: put in quarantine now; again: a repeat that was refused", ("first", "again"))
 _ENDED_FOR = Label(
@@ -196,11 +196,15 @@ _ENDED_FOR = Label(
     "`preempted`: a tenant below its share got its slot",
     END_REASONS,
 )
-_PAGE_EVICTED_FOR = Label("cause", "why: `borrowed` is above its floor, `own` for a page of its own", EVICTION_CAUSES)
+_PAGE_EVICTED_FOR = Label(
+    "cause", "`borrowed`: above the floor; `own`: for a page of the tenant's own", EVICTION_CAUSES
+)
 _NOT_TRANSFERRED_FOR = Label("cause", "`lease_ended`: too late, the pages may have been reused", KV_TRANSFER_FAILURES)
-_PHASE = Label("phase", "`fetch`: until they were lent; `read`: NIXL", ("fetch", "read"))
+_PHASE = Label("phase", "`fetch`: until the other keeper lent the chunks; `read`: NIXL's read", ("fetch", "read"))
 _SPOILED_FOR = Label("cause", "what was wrong", VERIFICATION_FAILURES)
-_CHUNK_EVICTED_FOR = Label("cause", "why: `borrowed` is above its floor, `own` for a chunk of its own", EVICTION_CAUSES)
+_CHUNK_EVICTED_FOR = Label(
+    "cause", "`borrowed`: above the floor; `own`: for a chunk of the tenant's own", EVICTION_CAUSES
+)
 _BREAKER_STATE = Label(
     "state", "`open`: the volume is not used; `half_open`: one operation is on trial", BREAKER_STATES
 )
@@ -238,12 +242,12 @@ TIME_TO_FIRST_TOKEN = Metric("kvferry_time_to_first_token_seconds", HISTOGRAM, "
 INTER_TOKEN = Metric("kvferry_time_per_output_token_seconds", HISTOGRAM, "seconds", GATEWAY, "Mean time between the tokens of a request, first token excluded.", buckets=_INTER_TOKEN_BUCKETS_S)
 PROMPT_TOKENS = Metric("kvferry_prompt_tokens_total", COUNTER, "tokens", GATEWAY, "Prompt tokens of finished requests.")
 GENERATED_TOKENS = Metric("kvferry_generated_tokens_total", COUNTER, "tokens", GATEWAY, "Tokens generated by finished requests.")
-HINTED_REQUESTS = Metric("kvferry_hinted_requests_total", COUNTER, "requests", GATEWAY, "Requests whose client said for how long their pages are wanted.", (_HINT,))
+HINTED_REQUESTS = Metric("kvferry_hinted_requests_total", COUNTER, "requests", GATEWAY, "Requests with a hint how long their pages are wanted.", (_HINT,))
 SLOW_CLIENTS = Metric("kvferry_slow_clients_total", COUNTER, "requests", GATEWAY, "Clients cut because they left more than 4 MiB of a stream unread, read nothing for 30 s, or were slowest to read while unread answers exceeded gateway.max_pending_body_bytes.")
 UNREAD_ANSWER_BYTES = Metric("kvferry_unread_answer_bytes", GAUGE, "bytes", GATEWAY, "Bytes of answers that wait for clients to read; over gateway.max_pending_body_bytes the slowest clients are cut.")
 IMAGE_BYTES_IN_FLIGHT = Metric("kvferry_image_bytes_in_flight", GAUGE, "bytes", GATEWAY, "Bytes of images in flight, files and prepared ones; gateway.images.max_pending_mib is the limit.")
 GRAMMAR_CHECKS = Metric("kvferry_grammar_checks_total", COUNTER, "grammars", GATEWAY, "Grammars of structured outputs that were tried in a process of their own, by outcome.", (_FORK_OUTCOME,))
-IMAGE_CHATS = Metric("kvferry_image_chats_total", COUNTER, "requests", GATEWAY, "Chats with images that the image process was asked for, by outcome; `refused` ones are the clients' faults.", (_FORK_OUTCOME,))
+IMAGE_CHATS = Metric("kvferry_image_chats_total", COUNTER, "requests", GATEWAY, "Chats with images that the image process prepared, by outcome; `refused`: the client's images are at fault.", (_FORK_OUTCOME,))
 IMAGES = Metric("kvferry_images_total", COUNTER, "images", GATEWAY, "Images of chats that were rendered.", (_IMAGE_OUTCOME,))
 IMAGE_FETCHES = Metric("kvferry_image_fetches_total", COUNTER, "images", GATEWAY, "Images by URL.", (_FETCH_OUTCOME,))
 READY = Metric("kvferry_ready", GAUGE, "1", GATEWAY, "1 while a request sent now can be answered, as `/readyz` says.")
@@ -253,7 +257,7 @@ TENANT_REQUESTS = Metric("kvferry_tenant_requests_total", COUNTER, "requests", G
 TENANT_TOKENS = Metric("kvferry_tenant_tokens_total", COUNTER, "tokens", GATEWAY, "Tokens of tenants' requests that were dispatched, also of those that ended early.", (_TENANT, _TOKEN_TYPE))
 TENANT_FIRST_TOKEN = Metric("kvferry_tenant_time_to_first_token_seconds", SUMMARY, "seconds", GATEWAY, "From a request's dispatch to its first token.", (_TENANT,))
 TENANT_TOKEN_GAP = Metric("kvferry_tenant_time_per_output_token_seconds", SUMMARY, "seconds", GATEWAY, "Mean time between the tokens of a request, first token excluded.", (_TENANT,))
-MODEL_REQUESTS = Metric("kvferry_model_requests_total", COUNTER, "requests", GATEWAY, "Requests that a model was chosen for.", (_MODEL, _ASKED, _MODEL_OUTCOME))
+MODEL_REQUESTS = Metric("kvferry_model_requests_total", COUNTER, "requests", GATEWAY, "Requests for which a model was chosen.", (_MODEL, _ASKED, _MODEL_OUTCOME))
 MODEL_TOKENS = Metric("kvferry_model_tokens_total", COUNTER, "tokens", GATEWAY, "Tokens of requests that were dispatched, also of those that ended early.", (_MODEL, _TOKEN_TYPE))
 MODEL_FIRST_TOKEN = Metric("kvferry_model_time_to_first_token_seconds", SUMMARY, "seconds", GATEWAY, "From a request's dispatch to its first token.", (_MODEL,))
 MODEL_TOKEN_GAP = Metric("kvferry_model_time_per_output_token_seconds", SUMMARY, "seconds", GATEWAY, "Mean time between the tokens of a request, first token excluded.", (_MODEL,))
@@ -269,25 +273,25 @@ PREFILL_SECONDS = Metric("kvferry_prefill_seconds", HISTOGRAM, "seconds", GATEWA
 PREFILL_FALLBACKS = Metric("kvferry_prefill_fallbacks_total", COUNTER, "requests", GATEWAY, "Failed attempts to have a prefill worker compute a prompt, by cause.", (_FAILED_FOR,))
 CONTINUED_REQUESTS = Metric("kvferry_continued_requests_total", COUNTER, "requests", GATEWAY, "Requests whose decode worker was lost mid-stream and that another one continued.")
 PREEMPTED_REQUESTS = Metric("kvferry_preempted_requests_total", COUNTER, "requests", GATEWAY, "Times that a decode worker gave a request's slot to a tenant below its share; the request went on afterwards.")
-QUARANTINED_REQUESTS = Metric("kvferry_quarantined_requests_total", COUNTER, "requests", GATEWAY, "Requests refused because workers were lost while they computed them.", (_WHEN,))
-DECODE_RETRIES = Metric("kvferry_decode_retries_total", COUNTER, "requests", GATEWAY, "Requests given to another decode worker before their first token.")
+QUARANTINED_REQUESTS = Metric("kvferry_quarantined_requests_total", COUNTER, "requests", GATEWAY, "Requests refused because workers were lost while computing them.", (_WHEN,))
+DECODE_RETRIES = Metric("kvferry_decode_retries_total", COUNTER, "requests", GATEWAY, "Requests moved to another decode worker before their first token.")
 TRANSFERRED_PAGES = Metric("kvferry_ferried_pages_total", COUNTER, "pages", GATEWAY, "KV pages that decode engines pulled for requests of this gateway.")
 GATEWAY_SPANS = Metric("kvferry_trace_spans_total", COUNTER, "spans", GATEWAY, "Trace spans, by outcome.", (_SPAN_OUTCOME,))
 
 # Gateways: workers and volumes as they see them
 WORKER_CONNECTED = Metric("kvferry_worker_connected", GAUGE, "1", GATEWAY, "1 while this gateway's link to the worker is up.", _OF_WORKER)
-WORKER_UNPAIRED = Metric("kvferry_worker_unpaired", GAUGE, "1", GATEWAY, "1 while it exchanges KV pages with no worker of the other role, as `/readyz` says.", _OF_WORKER)
-WORKER_RUNNING = Metric("kvferry_worker_requests_running", GAUGE, "requests", GATEWAY, "Requests that its engine computes now.", _OF_WORKER)
-WORKER_WAITING = Metric("kvferry_worker_requests_waiting", GAUGE, "requests", GATEWAY, "Requests that its engine has queued.", _OF_WORKER)
-WORKER_PAGES_USED = Metric("kvferry_worker_kv_pages_used", GAUGE, "pages", GATEWAY, "KV pages in use.", _OF_WORKER)
-WORKER_PAGES = Metric("kvferry_worker_kv_pages", GAUGE, "pages", GATEWAY, "Capacity in KV pages.", _OF_WORKER)
+WORKER_UNPAIRED = Metric("kvferry_worker_unpaired", GAUGE, "1", GATEWAY, "1 while the worker can exchange KV pages with no worker of the other role, as `/readyz` says.", _OF_WORKER)
+WORKER_RUNNING = Metric("kvferry_worker_requests_running", GAUGE, "requests", GATEWAY, "Requests that the worker's engine computes now.", _OF_WORKER)
+WORKER_WAITING = Metric("kvferry_worker_requests_waiting", GAUGE, "requests", GATEWAY, "Requests that wait in the worker's engine.", _OF_WORKER)
+WORKER_PAGES_USED = Metric("kvferry_worker_kv_pages_used", GAUGE, "pages", GATEWAY, "KV pages in use in the worker's engine.", _OF_WORKER)
+WORKER_PAGES = Metric("kvferry_worker_kv_pages", GAUGE, "pages", GATEWAY, "Capacity of the worker's engine, in KV pages.", _OF_WORKER)
 WORKER_PROMPT_TOKENS = Metric("kvferry_worker_prompt_tokens_total", COUNTER, "tokens", GATEWAY, "Prompt tokens, by the source of their KV.", (*_OF_WORKER, _SOURCE))
 WORKER_CACHED_TOKENS = Metric("kvferry_worker_cached_prompt_tokens_total", COUNTER, "tokens", GATEWAY, "Prompt tokens whose KV was there already, by the tier that had it.", (*_OF_WORKER, _CACHE_TIER))
-WORKER_TRANSFERRED_BYTES = Metric("kvferry_worker_ferried_bytes_total", COUNTER, "bytes", GATEWAY, "Bytes of KV that its engine pulled from other engines.", _OF_WORKER)
-WORKER_GENERATED_TOKENS = Metric("kvferry_worker_generated_tokens_total", COUNTER, "tokens", GATEWAY, "Tokens its engine generated.", _OF_WORKER)
-VOLUME_READABLE = Metric("kvferry_volume_readable", GAUGE, "1", GATEWAY, "1 while the keeper reads from it; 0 while its breaker is open.", _OF_VOLUME_SEEN)
-VOLUME_WRITABLE = Metric("kvferry_volume_writable", GAUGE, "1", GATEWAY, "1 while the keeper writes to it; 0 while it fails or is full.", _OF_VOLUME_SEEN)
-VOLUME_TRIPS = Metric("kvferry_volume_breaker_trips_total", COUNTER, "trips", GATEWAY, "How often either of its breakers opened, since its keeper started.", _OF_VOLUME_SEEN)
+WORKER_TRANSFERRED_BYTES = Metric("kvferry_worker_ferried_bytes_total", COUNTER, "bytes", GATEWAY, "Bytes of KV that the worker's engine pulled from other engines.", _OF_WORKER)
+WORKER_GENERATED_TOKENS = Metric("kvferry_worker_generated_tokens_total", COUNTER, "tokens", GATEWAY, "Tokens that the worker's engine generated.", _OF_WORKER)
+VOLUME_READABLE = Metric("kvferry_volume_readable", GAUGE, "1", GATEWAY, "1 while the keeper reads from the volume; 0 while its breaker is open.", _OF_VOLUME_SEEN)
+VOLUME_WRITABLE = Metric("kvferry_volume_writable", GAUGE, "1", GATEWAY, "1 while the keeper writes to the volume; 0 while the volume fails or is full.", _OF_VOLUME_SEEN)
+VOLUME_TRIPS = Metric("kvferry_volume_breaker_trips_total", COUNTER, "trips", GATEWAY, "How often a breaker of the volume opened since its keeper started.", _OF_VOLUME_SEEN)
 VOLUME_PAGES = Metric("kvferry_volume_pages", GAUGE, "pages", GATEWAY, "Chunks stored; a chunk is one or more KV pages.", _OF_VOLUME_SEEN)
 VOLUME_USED = Metric("kvferry_volume_used_bytes", GAUGE, "bytes", GATEWAY, "Size of the chunk files.", _OF_VOLUME_SEEN)
 VOLUME_CAPACITY = Metric("kvferry_volume_capacity_bytes", GAUGE, "bytes", GATEWAY, "Bytes that the keeper may use.", _OF_VOLUME_SEEN)
@@ -295,32 +299,32 @@ VOLUME_QUEUED = Metric("kvferry_volume_queued_read_bytes", GAUGE, "bytes", GATEW
 VOLUME_RATE = Metric("kvferry_volume_read_bytes_per_second", GAUGE, "bytes per second", GATEWAY, "Read rate of the last seconds, counting only time with reads; 0 without reads.", _OF_VOLUME_SEEN)
 
 # Workers
-ENGINE_ALIVE = Metric("kvferry_engine_alive", GAUGE, "1", WORKER, "1 until the engine was seen dead.")
-ENGINE_DRAINING = Metric("kvferry_engine_draining", GAUGE, "1", WORKER, "1 while the worker takes no new requests.")
+ENGINE_ALIVE = Metric("kvferry_engine_alive", GAUGE, "1", WORKER, "1 while the engine lives; 0 once it has died.")
+ENGINE_DRAINING = Metric("kvferry_engine_draining", GAUGE, "1", WORKER, "1 while the worker accepts no new requests.")
 ENGINE_GATEWAYS = Metric("kvferry_engine_gateways", GAUGE, "links", WORKER, "Gateways that are linked to this worker.")
 ENGINE_RUNNING = Metric("kvferry_engine_requests_running", GAUGE, "requests", WORKER, "Requests the engine computes now.")
-ENGINE_WAITING = Metric("kvferry_engine_requests_waiting", GAUGE, "requests", WORKER, "Requests the engine has queued.")
+ENGINE_WAITING = Metric("kvferry_engine_requests_waiting", GAUGE, "requests", WORKER, "Requests that wait in the engine.")
 ENGINE_REQUESTS = Metric("kvferry_engine_requests_total", COUNTER, "requests", WORKER, "Requests that ended on this worker, by reason. A cancelled one is `abort`.", (_ENDED_FOR,))
 ENGINE_PAGES = Metric("kvferry_engine_kv_pages", GAUGE, "pages", WORKER, "Capacity of the engine's own memory, in KV pages.")
 ENGINE_PAGES_USED = Metric("kvferry_engine_kv_pages_used", GAUGE, "pages", WORKER, "KV pages in use.")
-ENGINE_CPU_PAGES = Metric("kvferry_engine_cpu_tier_pages", GAUGE, "pages", WORKER, "KV pages that fit in its CPU tier.")
+ENGINE_CPU_PAGES = Metric("kvferry_engine_cpu_tier_pages", GAUGE, "pages", WORKER, "Capacity of the engine's CPU tier, in KV pages.")
 ENGINE_STEPS = Metric("kvferry_engine_steps_total", COUNTER, "steps", WORKER, "Engine steps that finished.")
 ENGINE_PROMPT_TOKENS = Metric("kvferry_engine_prompt_tokens_total", COUNTER, "tokens", WORKER, "Prompt tokens, by the source of their KV.", (_SOURCE,))
 ENGINE_CACHED_TOKENS = Metric("kvferry_engine_cached_prompt_tokens_total", COUNTER, "tokens", WORKER, "Prompt tokens whose KV was there already, by the tier that had it. Counted at admission.", (_CACHE_TIER,))
 ENGINE_GENERATED_TOKENS = Metric("kvferry_engine_generated_tokens_total", COUNTER, "tokens", WORKER, "Tokens generated.")
 ENGINE_QUEUE_SECONDS = Metric("kvferry_engine_queue_seconds", HISTOGRAM, "seconds", WORKER, "From a request's arrival in the engine until its pages were pulled or its prompt was begun.", buckets=_LATENCY_BUCKETS_S)
-ENGINE_TENANT_PROMPTS = Metric("kvferry_engine_tenant_prompt_seconds_total", COUNTER, "seconds", WORKER, "Time of the engine that was charged to a tenant for prompts, with tenants_in_etcd.", (_OF_TENANT_SEEN,))
+ENGINE_TENANT_PROMPTS = Metric("kvferry_engine_tenant_prompt_seconds_total", COUNTER, "seconds", WORKER, "Engine time charged to a tenant for its prompts, with tenants_in_etcd.", (_OF_TENANT_SEEN,))
 ENGINE_TENANT_WAITS = Metric("kvferry_engine_tenant_wait_seconds", SUMMARY, "seconds", WORKER, "How long a tenant's prompts waited for their turns, with tenants_in_etcd.", (_OF_TENANT_SEEN,))
 ENGINE_TENANT_SLOT_WAITS = Metric("kvferry_engine_tenant_slot_wait_seconds", SUMMARY, "seconds", WORKER, "How long a tenant's requests waited for slots of a decode worker's batch, with tenants_in_etcd.", (_OF_TENANT_SEEN,))
 ENGINE_TENANT_PROMPT_TOKENS = Metric("kvferry_engine_tenant_prompt_tokens_total", COUNTER, "tokens", WORKER, "Prompt tokens of a tenant's requests that ended on this worker, with tenants_in_etcd.", (_OF_TENANT_SEEN,))
-ENGINE_TENANT_CACHED = Metric("kvferry_engine_tenant_cached_prompt_tokens_total", COUNTER, "tokens", WORKER, "Those of them that this worker did not compute, by the tier that had them.", (_OF_TENANT_SEEN, _CACHE_TIER))
+ENGINE_TENANT_CACHED = Metric("kvferry_engine_tenant_cached_prompt_tokens_total", COUNTER, "tokens", WORKER, "Prompt tokens of a tenant's ended requests that this worker did not compute, by the tier that had their KV.", (_OF_TENANT_SEEN, _CACHE_TIER))
 ENGINE_TENANT_USED = Metric("kvferry_engine_tenant_used_pages", GAUGE, "pages", WORKER, "KV pages that a tenant has cached, with tenants_in_etcd; at most a second old.", _TENANT_TIER)
-ENGINE_TENANT_FLOOR = Metric("kvferry_engine_tenant_floor_pages", GAUGE, "pages", WORKER, "What demand of other tenants cannot evict.", _TENANT_TIER)
-ENGINE_TENANT_CAP = Metric("kvferry_engine_tenant_cap_pages", GAUGE, "pages", WORKER, "Beyond it a tenant's own pages go first.", _TENANT_TIER)
-ENGINE_TENANT_BORROWED = Metric("kvferry_engine_tenant_borrowed_pages", GAUGE, "pages", WORKER, "What tenants hold beyond their floors.", _TENANT_TIER)
+ENGINE_TENANT_FLOOR = Metric("kvferry_engine_tenant_floor_pages", GAUGE, "pages", WORKER, "Part of the tenant's content that other tenants cannot evict.", _TENANT_TIER)
+ENGINE_TENANT_CAP = Metric("kvferry_engine_tenant_cap_pages", GAUGE, "pages", WORKER, "A tenant's cap; when it holds more, its own pages are evicted first.", _TENANT_TIER)
+ENGINE_TENANT_BORROWED = Metric("kvferry_engine_tenant_borrowed_pages", GAUGE, "pages", WORKER, "Content of a tenant above its floor, which others may evict.", _TENANT_TIER)
 ENGINE_TENANT_EVICTED = Metric("kvferry_engine_tenant_evicted_pages_total", COUNTER, "pages", WORKER, "KV pages of a tenant that were evicted.", (*_TENANT_TIER, _PAGE_EVICTED_FOR))
 ENGINE_TENANT_DISPLACED = Metric("kvferry_engine_tenant_displaced_pages_total", COUNTER, "pages", WORKER, "KV pages of other tenants that were evicted for a tenant's.", _TENANT_TIER)
-ENGINE_TENANT_REFUSED = Metric("kvferry_engine_tenant_refused_pages_total", COUNTER, "pages", WORKER, "KV pages of a tenant that its tier did not take. In an engine's own memory, requests wait instead.", (*_TENANT_TIER, _REFUSED_FOR))
+ENGINE_TENANT_REFUSED = Metric("kvferry_engine_tenant_refused_pages_total", COUNTER, "pages", WORKER, "KV pages of a tenant that its tier did not store. In an engine's own memory, requests wait instead.", (*_TENANT_TIER, _REFUSED_FOR))
 ENGINE_PREFILL_SECONDS = Metric("kvferry_engine_prefill_seconds", HISTOGRAM, "seconds", WORKER, "From the beginning of a prompt's computation to the first token.", buckets=_LATENCY_BUCKETS_S)
 ENGINE_DECODE_SECONDS = Metric("kvferry_engine_decode_seconds", HISTOGRAM, "seconds", WORKER, "From a request's first token to its last.", buckets=_WHOLE_BUCKETS_S)
 KV_TRANSFER_SECONDS = Metric("kvferry_ferry_seconds", SUMMARY, "seconds", WORKER, "KV transfers from other engines, and their duration.")
@@ -330,7 +334,7 @@ WORKER_SPANS = Metric("kvferry_engine_trace_spans_total", COUNTER, "spans", WORK
 
 # Keepers
 KEEPER_ENGINES = Metric("kvferry_keeper_engines", GAUGE, "engines", KEEPER, "Engines that are connected.")
-KEEPER_REGIONS = Metric("kvferry_keeper_regions_mapped", GAUGE, "regions", KEEPER, "CPU tiers that are mapped; more than engines where one that left is still being read or written.")
+KEEPER_REGIONS = Metric("kvferry_keeper_regions_mapped", GAUGE, "regions", KEEPER, "Engines' CPU tiers that the keeper has mapped, also those of engines that left while transfers still run.")
 KEEPER_UNUSABLE_VOLUMES = Metric("kvferry_keeper_unusable_volumes", GAUGE, "volumes", KEEPER, "Configured volumes that the keeper cannot open; its log and `kvferry status` name each with its cause.")
 KEEPER_JOB_SECONDS = Metric("kvferry_keeper_job_seconds", SUMMARY, "seconds", KEEPER, "Loads and stores of engines that ended, and their duration.", (_JOB,))
 KEEPER_PAGES = Metric("kvferry_keeper_pages_total", COUNTER, "pages", KEEPER, "Chunks of loads and stores, by outcome: an `ok` load is a hit.", (_JOB, _OUTCOME))
@@ -345,7 +349,7 @@ TIER_PAGES = Metric("kvferry_tier_pages", GAUGE, "pages", KEEPER, "Chunks stored
 TIER_USED = Metric("kvferry_tier_used_bytes", GAUGE, "bytes", KEEPER, "Size of this keeper's files.", (_VOLUME,))
 TIER_CAPACITY = Metric("kvferry_tier_capacity_bytes", GAUGE, "bytes", KEEPER, "Bytes that this keeper may use.", (_VOLUME,))
 TIER_QUEUE = Metric("kvferry_tier_queue_bytes", GAUGE, "bytes", KEEPER, "Bytes waiting to be moved, or being moved.", (_VOLUME, _DIRECTION))
-TIER_RUNNING = Metric("kvferry_tier_operations_running", GAUGE, "operations", KEEPER, "Operations on its threads now.", (_VOLUME,))
+TIER_RUNNING = Metric("kvferry_tier_operations_running", GAUGE, "operations", KEEPER, "Operations that the volume's threads run now.", (_VOLUME,))
 TIER_OVERDUE = Metric("kvferry_tier_operations_overdue", GAUGE, "operations", KEEPER, "Operations past their deadline.", (_VOLUME,))
 TIER_OPERATIONS = Metric("kvferry_tier_operations_total", COUNTER, "pages", KEEPER, "Reads and writes of chunks, by outcome.", (_VOLUME, _DIRECTION, _OUTCOME))
 TIER_BYTES = Metric("kvferry_tier_bytes_total", COUNTER, "bytes", KEEPER, "Payload bytes moved.", (_VOLUME, _DIRECTION))
@@ -354,15 +358,15 @@ TIER_READ_RATE = Metric("kvferry_tier_read_bytes_per_second", GAUGE, "bytes per 
 TIER_VERIFICATION_FAILURES = Metric("kvferry_tier_verification_failures_total", COUNTER, "pages", KEEPER, "Chunks that failed verification and became misses, by cause.", (_VOLUME, _SPOILED_FOR))
 TIER_QUARANTINED = Metric("kvferry_tier_quarantined_pages_total", COUNTER, "pages", KEEPER, "Bad chunks that were quarantined.", (_VOLUME,))
 TIER_EVICTED = Metric("kvferry_tier_evicted_pages_total", COUNTER, "pages", KEEPER, "Chunks evicted.", (_VOLUME,))
-TIER_TENANT_USED = Metric("kvferry_tier_tenant_used_bytes", GAUGE, "bytes", KEEPER, "What a tenant holds.", _OF_TENANT)
-TIER_TENANT_FLOOR = Metric("kvferry_tier_tenant_floor_bytes", GAUGE, "bytes", KEEPER, "What demand of other tenants cannot evict.", _OF_TENANT)
-TIER_TENANT_CAP = Metric("kvferry_tier_tenant_cap_bytes", GAUGE, "bytes", KEEPER, "Beyond it a tenant's own pages go first.", _OF_TENANT)
-TIER_TENANT_BORROWED = Metric("kvferry_tier_tenant_borrowed_bytes", GAUGE, "bytes", KEEPER, "What tenants hold beyond their floors.", _OF_TENANT)
+TIER_TENANT_USED = Metric("kvferry_tier_tenant_used_bytes", GAUGE, "bytes", KEEPER, "Bytes that a tenant has stored.", _OF_TENANT)
+TIER_TENANT_FLOOR = Metric("kvferry_tier_tenant_floor_bytes", GAUGE, "bytes", KEEPER, "Part of the tenant's content that other tenants cannot evict.", _OF_TENANT)
+TIER_TENANT_CAP = Metric("kvferry_tier_tenant_cap_bytes", GAUGE, "bytes", KEEPER, "A tenant's cap; when it holds more, its own pages are evicted first.", _OF_TENANT)
+TIER_TENANT_BORROWED = Metric("kvferry_tier_tenant_borrowed_bytes", GAUGE, "bytes", KEEPER, "Content of a tenant above its floor, which others may evict.", _OF_TENANT)
 TIER_TENANT_EVICTED = Metric("kvferry_tier_tenant_evicted_pages_total", COUNTER, "pages", KEEPER, "Chunks of a tenant that were evicted.", (*_OF_TENANT, _CHUNK_EVICTED_FOR))
 TIER_TENANT_DISPLACED = Metric("kvferry_tier_tenant_displaced_pages_total", COUNTER, "pages", KEEPER, "Chunks of other tenants that were evicted for a tenant's.", _OF_TENANT)
 TIER_TENANT_REFUSED = Metric("kvferry_tier_tenant_refused_pages_total", COUNTER, "pages", KEEPER, "Chunks of a tenant that were not stored.", (*_OF_TENANT, _REFUSED_FOR))
 TIER_BREAKER = Metric("kvferry_tier_breaker_state", GAUGE, "1", KEEPER, "1 for the state in which the volume's breaker is.", (_VOLUME, _DIRECTION, _BREAKER_STATE))
-TIER_TRIPS = Metric("kvferry_tier_breaker_trips_total", COUNTER, "trips", KEEPER, "How often its breakers opened.", (_VOLUME,))
+TIER_TRIPS = Metric("kvferry_tier_breaker_trips_total", COUNTER, "trips", KEEPER, "How often a breaker of the volume opened.", (_VOLUME,))
 KEEPER_SPANS = Metric("kvferry_keeper_trace_spans_total", COUNTER, "spans", KEEPER, "Trace spans, by outcome.", (_SPAN_OUTCOME,))
 # fmt: on
 
