@@ -196,15 +196,11 @@ _ENDED_FOR = Label(
     "`preempted`: a tenant below its share got its slot",
     END_REASONS,
 )
-_PAGE_EVICTED_FOR = Label(
-    "cause", "`borrowed`: above the floor; `own`: for a page of the tenant's own", EVICTION_CAUSES
-)
+_PAGE_EVICTED_FOR = Label("cause", "`borrowed`: above the floor; `own`: for the tenant's own page", EVICTION_CAUSES)
 _NOT_TRANSFERRED_FOR = Label("cause", "`lease_ended`: too late, the pages may have been reused", KV_TRANSFER_FAILURES)
 _PHASE = Label("phase", "`fetch`: until the other keeper lent the chunks; `read`: NIXL's read", ("fetch", "read"))
 _SPOILED_FOR = Label("cause", "what was wrong", VERIFICATION_FAILURES)
-_CHUNK_EVICTED_FOR = Label(
-    "cause", "`borrowed`: above the floor; `own`: for a chunk of the tenant's own", EVICTION_CAUSES
-)
+_CHUNK_EVICTED_FOR = Label("cause", "`borrowed`: above the floor; `own`: for the tenant's own chunk", EVICTION_CAUSES)
 _BREAKER_STATE = Label(
     "state", "`open`: the volume is not used; `half_open`: one operation is on trial", BREAKER_STATES
 )
