@@ -2,7 +2,7 @@
 
 Each node is a writer with its own folders, capacity and thread. Nodes vanish in the middle of an operation on files and
 come back, or are replaced by nodes of another name; sealing keys rotate, on each node at another time; the clock jumps,
-so that chunks of the vanished are taken over, and others expire. Half of the nodes keep contracts of tenants, which
+so that others adopt chunks of vanished nodes, and chunks expire. Half of the nodes keep contracts of tenants, which
 change.
 
 Every file operation of a node is watched: its files never have more bytes than its capacity, and it never moves or

@@ -73,7 +73,7 @@ def overrides(scenario: str) -> tuple[str, ...]:
 
 
 def end(number: int, frame: object) -> None:
-    """As Ctrl-C: whatever is up is taken down."""
+    """Stop everything that is up, as Ctrl-C does."""
     raise KeyboardInterrupt
 
 

@@ -3,8 +3,8 @@
     python3 tools/setup_environment.py [--engine cpu|gpu|none] [--venv FOLDER]
 
 May be run again: what is done is skipped, as long as pyproject.toml and this file are the same. PyPI's torch is a CUDA
-build on an ordinary machine; for the CPU engine, TORCH_INDEX_URL names an index with CPU builds, and torch alone is
-taken from there.
+build on an ordinary machine; for the CPU engine, TORCH_INDEX_URL names an index with CPU builds, and torch alone
+comes from there.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> Ratio | None:
-    """Of the mean of `values` to that of `base`: independent samples of figures that are never negative, possibly of
-    unequal variance. None where a side has no value.
+    """Ratio of the mean of `values` to that of `base`: independent samples of figures that are never negative, possibly
+    of unequal variance. None where a side has no value.
 
     The two differ by Welch's t-test (B. L. Welch, The generalization of 'Student's' problem when several different
     population variances are involved, Biometrika 34, 1947). The interval is Fieller's, all r for which mean - r * base

@@ -134,7 +134,7 @@ class KubernetesApi:
                 written = self._call(self._custom.create_namespaced_custom_object, *place, whole)
         except UnavailableError as error:
             if _status(error) in (404, 409):
-                raise UnavailableError("another rollout of this release has just taken its Lease") from error
+                raise UnavailableError("another rollout of this release has just acquired its Lease") from error
             raise
         return written
 

@@ -1,4 +1,4 @@
-"""Chats with images over HTTP, up to the renderer: which are taken, what they hold, and what is left of them."""
+"""Chats with images over HTTP, up to the renderer: which are accepted, what they hold, and what is left of them."""
 
 from __future__ import annotations
 

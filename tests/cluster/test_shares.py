@@ -116,7 +116,7 @@ async def test_a_share_that_is_changed_counts_for_requests_from_then_on() -> Non
             asyncio.create_task(flood(gateway, keys[name], name, done, NUM_CLIENTS, body))
             for gateway, name in zip(cluster.gateways, keys, strict=True)
         ]
-        # What was queued with the share of before is gone.
+        # Requests that were queued with the old share are gone.
         await until(lambda: min(done["gold"], done["noise"]) > 24)
         before = Counter(done)
         await until(lambda: (done - before).total() >= 400)

@@ -410,7 +410,7 @@ async def test_pages_nobody_has_any_more_are_computed(engine_pair: EnginePair) -
     outcome = await run(engine_pair.decode, prompt, greedy(), transfer_params=gone, cache_salt="after")
 
     assert outcome.token_ids == expected.token_ids
-    # The engine is as good as new.
+    # The engine works as a new one does.
     again = await run(engine_pair.decode, prompt, greedy(), cache_salt="again")
     assert again.token_ids == expected.token_ids
 

@@ -699,7 +699,7 @@ async def test_a_pools_engines_use_its_volumes_and_no_others(tmp_path: Path, row
         with rows_of(64, ROW_BYTES) as others, engine(keeper.socket_path, others, LAYOUT, "f", pool="finance") as own:
             await own.connected()
             default, finance = (volume.state.volume_id for volume in keeper.stats.volumes)
-            # Both at once, of the same keys: neither is taken for the other's.
+            # Both at once, of the same keys: neither counts as the other's.
             jobs = own.submit_store(range(8)), common.submit_store(range(4, 16))
             for each, job in zip((own, common), jobs, strict=True):
                 assert not (await each.end_of(job)).failed

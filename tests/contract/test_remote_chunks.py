@@ -375,7 +375,7 @@ async def test_questions_that_are_none(tmp_path: Path, rows: Rows, question_of: 
 
 
 async def test_a_chunk_of_another_size_is_not_read(tmp_path: Path, rows: Rows) -> None:
-    """A file that is not as long as what is asked for would be taken for a torn one, and moved away."""
+    """A file that is not as long as what is asked for would count as a torn one, and moved away."""
     async with two_hosts(tmp_path) as (_, b), grpc.aio.insecure_channel(b.member.address) as channel:
         stub = keeper_pb2_grpc.KeeperStub(channel)  # type: ignore[no-untyped-call]
         asked = question(b, CHUNKS)

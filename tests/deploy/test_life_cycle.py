@@ -177,7 +177,7 @@ async def test_the_life_of_a_release(example: str, site: Site, tmp_path: Path) -
     assert {"UpdatingCluster", "ReplacingPods", "Done"} <= set(reasons)
 
 
-async def test_an_image_that_is_not_there_is_mended_by_an_upgrade(site: Site, tmp_path: Path) -> None:
+async def test_an_upgrade_replaces_an_image_that_is_not_there(site: Site, tmp_path: Path) -> None:
     site.model.apply(service(tmp_path, "8x-h200-pair", {"image": {"tag": "no-such"}}))
     for _ in range(10):
         site.model.turn()
@@ -216,7 +216,7 @@ async def test_fewer_workers_take_the_pods_that_serve_emptied(site: Site, tmp_pa
     await site.settle()
     assert site.pods("decode") == 3
     assert site.least["decode"] == 3
-    # Those that are left are of before: none was moved because its pod went.
+    # The pods that are left existed before: none was moved because its pod went.
     assert {worker.number for worker in site.model.workers if worker.group == "decode"} <= before
 
 

@@ -1,4 +1,4 @@
-"""Values of `engine.args` that are taken, of each free and equal argument."""
+"""Accepted values of `engine.args`, for each free and equal argument."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class FakeLeases:
             raise UnavailableError("the API server does not answer")
         there = self.lease["metadata"]["resourceVersion"] if self.lease else None
         if lease.get("metadata", {}).get("resourceVersion") != there:
-            raise UnavailableError("another rollout of this release has just taken its Lease")
+            raise UnavailableError("another rollout of this release has just acquired its Lease")
         self.num_writes += 1
         self.lease = copy.deepcopy(lease) | {"metadata": {"resourceVersion": str(self.num_writes)}}
         return copy.deepcopy(self.lease)

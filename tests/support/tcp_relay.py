@@ -29,7 +29,7 @@ class TcpRelay:
         return self
 
     def cut(self) -> None:
-        """Break every connection that there is; new ones are taken."""
+        """Break every connection that there is; new ones are accepted."""
         for transport in self._transports:
             transport.abort()
 
@@ -44,7 +44,7 @@ class TcpRelay:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_accepted += 1
-        if self._stopped:  # it was taken before, and comes only now
+        if self._stopped:  # accepted before, and scheduled only now
             writer.transport.abort()
             return
         self._transports.add(writer.transport)

@@ -96,7 +96,7 @@ def built_model(
 
 
 def our_pages(geometry: ModelGeometry, kv_cache_dtype: str, block_size: int, vllm: VllmPages) -> VllmPages:
-    """Return what kvferry computes, for the settings with which vLLM's sizes were taken."""
+    """Return what kvferry computes, for the settings with which vLLM's sizes were recorded."""
     pool = geometry.pool(
         kv_cache_dtype,
         block_size=block_size,

@@ -285,7 +285,7 @@ TLS = {"cert_file": "a.pem", "key_file": "a.key", "ca_file": "ca.pem"}
 def test_a_model_is_not_read_from_a_url(path: str) -> None:
     said = f"expected `default`, a folder or a hub id (owner/name): models are not read from URLs, not '{path}'"
     assert fault(model={"path": path}) == f"model.path: {said}"
-    # Whatever reads the weights: their digest is taken of files.
+    # Whatever reads the weights: their digest is computed from files.
     for args in ({"load_format": "runai_streamer"}, {"load_format": "dummy"}):
         assert said in fault(model={"path": path}, engine={"unproven": ["load_format"], "args": args})
     assert said in fault(models=[{"name": "a", "model": {"path": path}}])

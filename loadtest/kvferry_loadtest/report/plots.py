@@ -624,7 +624,7 @@ def _prefill_sources(groups: Groups) -> Canvas | None:
 
 
 def _source_shares(results: Sequence[Result]) -> dict[str, float]:
-    """Of the prompt tokens, computed ones first; empty when the server does not say what it computed."""
+    """Shares of the prompt tokens, computed ones first; empty when the server does not say what it computed."""
     servers = [result.server for result in results if result.server.computed_tokens is not None]
     prompt_tokens = sum(server.prompt_tokens or 0.0 for server in servers)
     if not prompt_tokens:

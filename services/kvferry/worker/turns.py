@@ -34,7 +34,7 @@ MAX_GENERATING_S: Final = 5.0  # the same, where its time before the first token
 
 MAX_NAMED: Final = 64  # tenants in a report
 MAX_KNOWN: Final = 2048  # tenants whose work is counted; those that sent nothing for longest are forgotten first
-# Estimates may be wrong: pages that a request of before was to compute never come when it is cancelled. So prompts
+# Estimates may be wrong: pages that an earlier request was to compute never come when it is cancelled. So prompts
 # inside the engine have at most so many times the depth's work, or the longest one's, if nothing of them is cached.
 MAX_UNCACHED_DEPTHS: Final = 4.0
 MAX_COUNTED: Final = 200  # tenants with series of their own

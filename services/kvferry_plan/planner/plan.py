@@ -22,7 +22,7 @@ _MISSES: Final = ("budget", "price", "GPUs", "TTFT", "TPOT", "KV pages", "GPU me
 _OBJECTIVES: Final = {"TTFT": "prefill", "TPOT": "decode", "KV pages": "memory", "GPUs": "load"}
 
 
-MAX_HELPING: Final = 4  # changes that are shown where nothing meets the demand
+MAX_HELPING: Final = 4  # changes that are printed where nothing meets the demand
 _SLACK: Final = 1.05
 _TRIED_FACTOR: Final = 10.0  # a longer objective is no small change
 

@@ -108,7 +108,7 @@ def _measured(config: ClusterConfig, wanted: Settings, dataset: Dataset, output:
     verdicts = []
     with _interrupted_by_signals():
         for report in measure(config, wanted, dataset, lambda line: click.echo(line, err=True)):
-            # Shown first: it may have taken hours, and the disk may be full.
+            # Printed first: the measurement may have lasted hours, and the disk may be full.
             print_report(report)
             into = _result_file(output, report.kv_cache_dtype)
             write_report(report, into)

@@ -29,7 +29,7 @@ class TestCpuLoraRows:
                 monkeypatch.setattr(module, name, function)
 
     def test_vllm_still_gives_rows_without_an_adapter_the_last_one(self) -> None:
-        """If this fails, vLLM has mended it, and the seam can go."""
+        """If this fails, vLLM has fixed it, and the seam can go."""
         alone, mixed = self.outcome([-1, -1]), self.outcome([-1, 1])
         assert not alone.any(), "a step without adapters is left alone"
         assert mixed[0].any()

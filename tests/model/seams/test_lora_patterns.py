@@ -35,7 +35,7 @@ class TestLoraPatterns:
         monkeypatch.setattr(PEFTHelper, "_match_pattern", staticmethod(self.original))
 
     def test_vllm_still_compiles_each_key_for_each_module(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """If this fails, vLLM has mended it, and the seam can go."""
+        """If this fails, vLLM has fixed it, and the seam can go."""
         from vllm.lora import peft_helper
 
         from kvferry.engine.vllm.adapter_folder import match_pattern

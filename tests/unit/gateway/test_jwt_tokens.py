@@ -1,4 +1,4 @@
-"""JSON Web Tokens: which are taken, and how those that are not are refused."""
+"""JSON Web Tokens: which are accepted, and how others are refused."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_what_was_not_written_is_given_back() -> None:
     assert not budget.allows(0)
     budget.refund(5000)
     assert budget.allows(0)
-    # And does not vanish for being more than the bucket holds: it was taken from there.
+    # And does not vanish for being more than the bucket holds: it came from there.
     budget.spend(1000)
     assert not budget.allows(0)
 

@@ -188,7 +188,7 @@ async def test_a_long_queue_is_no_hanging_drive(tmp_path: Path) -> None:
 
 
 async def test_a_writer_whose_reads_fail_says_that_it_lives(rescans: Rescans, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its chunks would be taken over."""
+    """Else another keeper would adopt its chunks."""
     monkeypatch.setattr(rescans.io, "_probe", lambda: Outcome.IO_ERROR)
     rescans.volume.may_end.set()
     for _ in range(3):

@@ -179,7 +179,7 @@ def test_sources_travel_with_the_first_output_of_their_prompt() -> None:
     codec.append_output(step, 1, EngineOutput([7], "plain"))
     codec.append_output(step, 2, EngineOutput([8], "first", sources=sources))
     codec.append_output(step, 3, EngineOutput([9], "last", finish_reason=FinishReason.STOP, sources=sources))
-    assert codec.is_text_only(step), "of which the fast way is taken"
+    assert codec.is_text_only(step), "which goes the fast way"
     read = pb.Step.FromString(step.SerializeToString())
     assert {entry.number: codec.sources_from_wire(entry.sources) for entry in read.sources} == {2: sources}
 

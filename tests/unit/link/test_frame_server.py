@@ -1,4 +1,4 @@
-"""Strangers at the port where links are taken: each costs its own connection, and a line of the log."""
+"""Strangers at the port that accepts links: each costs its own connection, and a line of the log."""
 
 from __future__ import annotations
 

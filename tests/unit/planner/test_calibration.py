@@ -210,7 +210,7 @@ def test_a_url_that_is_none_is_refused(url: str) -> None:
         measure(url, longest_tokens=100)
 
 
-def test_no_secret_is_taken_from_the_url_or_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_of_the_url_is_used_or_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="KVFERRY_API_KEY") as refused:
         measure("http://user:secret@127.0.0.1:1", longest_tokens=100)
     assert "secret" not in refused.value.message

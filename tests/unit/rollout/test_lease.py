@@ -41,7 +41,7 @@ def test_a_holder_that_is_silent_is_followed_and_can_change_nothing_more(two: Tw
     assert two.b.take() == "a"
     two.clock_b.now_s += DURATION_S
     assert two.b.take() == ""
-    with pytest.raises(UnavailableError, match="has just taken its Lease"):
+    with pytest.raises(UnavailableError, match="has just acquired its Lease"):
         must_hold(two.a)
     assert not two.a.is_held
     with pytest.raises(UnavailableError, match="b rolls this release out now"):
@@ -79,7 +79,7 @@ def test_two_that_take_it_at_once_are_not_both_holders(two: Two) -> None:
     free = two.api.read_lease()
     two.b.take()
     two.api.read_lease = lambda: free  # type: ignore[method-assign]  (as it was before b took it)
-    with pytest.raises(UnavailableError, match="has just taken its Lease"):
+    with pytest.raises(UnavailableError, match="has just acquired its Lease"):
         two.a.take()
     assert two.b.is_held
     assert not two.a.is_held

@@ -143,7 +143,7 @@ def act(model: Model, step: Step) -> None:
 
 
 def turn(model: Model) -> Step:
-    """One turn of all, in which no second working pod of a role is taken to be replaced."""
+    """One turn of all, in which no second working pod of a role is chosen to be replaced."""
     model.turn()
     seen = observe(model)
     step = next_step(seen)

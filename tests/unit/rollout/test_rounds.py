@@ -160,7 +160,7 @@ async def test_one_that_another_has_followed_changes_nothing_more(
     api.digest = "y"
     taken = []
     api.observed = lambda: taken.append(second.take())
-    assert await first.round() == Wait("another rollout of this release has just taken its Lease")
+    assert await first.round() == Wait("another rollout of this release has just acquired its Lease")
     assert taken == [""]
     assert api.done == []
     step = await first.round()

@@ -74,7 +74,7 @@ def test_a_value_fades_into_the_typical_one() -> None:
     values = [faded(0.1, 1.0, 1 + age / 8) for age in range(8)]
     assert values == sorted(values)
     assert faded(0.1, 1.0, 3.0) == pytest.approx(1.0, rel=0.02)
-    # What was slow is taken to be a bit faster than the others in the end, so that it is tried.
+    # A worker that was slow counts as a bit faster than the others in the end, so that it is tried.
     assert 0.2 < faded(300.0, 1.0, 9.0) < 0.3
     assert 0.8 < faded(2.0, 1.0, 9.0) < 0.9
 

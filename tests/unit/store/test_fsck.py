@@ -134,7 +134,7 @@ def test_mending_with_another_key_file_moves_no_sealed_chunk(tmp_path: Path) -> 
     assert (again.num_chunks, again.faults) == (NUM_CHUNKS - 1, [])
 
 
-def test_a_volume_in_use_is_read_but_not_mended(tmp_path: Path) -> None:
+def test_a_volume_in_use_is_read_and_no_file_of_it_moved(tmp_path: Path) -> None:
     path = made(tmp_path / "v")
     for shared in (False, True):
         keeper = Volume(path, capacity_bytes=64 * CHUNK_BYTES, shared=shared)

@@ -94,9 +94,7 @@ def test_a_purge_leaves_unfinished_writes_of_this_node(opened: Opened) -> None:
     unfinished.unlink()  # it was there
 
 
-def test_a_volume_is_not_mended_beside_a_keeper_of_another_node(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_is_moved_beside_a_keeper_of_another_node(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     without_shared_locks(monkeypatch)
     elsewhere = opened(shared=True, writer="elsewhere")
     unfinished = elsewhere.path / paths.TEMPORARY / "elsewhere" / "5.page"

@@ -140,7 +140,7 @@ def test_a_stop_string_cuts_at_its_first_place(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_text_once_shown_is_never_part_of_a_stop_string(data: st.DataObject) -> None:
-    """What was sent cannot be taken back: at every moment the text shown is a beginning of the final text."""
+    """A client keeps what it got: at every moment the text shown is a beginning of the final text."""
     texts = generate().texts
     plain = "".join(texts)
     stops = []
