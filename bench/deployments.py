@@ -85,14 +85,14 @@ def kvferry_tier(settings: Settings) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def kvferry_sim(settings: Settings) -> Iterator[Running]:
-    """The same on twins of the engines: up within seconds, and of no use for figures of engines."""
+    """The same with simulated engines: up within seconds, and of no use for figures of engines."""
     with kvferry_up({"engine.kind": "sim", "sim.max_model_len": settings.max_model_len}) as running:
         yield running
 
 
 @contextlib.contextmanager
 def kvferry_sim_tier(settings: Settings) -> Iterator[Running]:
-    """Twins with pages of 16 tokens, real CPU tiers and a real volume: prompts of any length, and true counts of pages.
+    """Simulated engines with pages of 16 tokens, real CPU tiers and a real volume: any prompt length, true page counts.
 
     An engine holds a dozen prompts, its CPU tier fifty; the rest has to come from the volume.
     """

@@ -6,9 +6,9 @@ over raw sockets and keeps a fixed number of requests open. CPU is utime + stime
 case.
 
 Rendering is real where the default model is there (`make up` fetches it): chat template and tokens of that model,
-whose ids the sim engines take as they are, since their vocabulary is larger. Without the model the twin's renderer does
-it, and the result says so. Membership is a registry in each process's memory, filled once: no etcd, whose lease traffic
-a gateway sees once in seconds.
+whose ids the sim engines take as they are, since their vocabulary is larger. Without the model the simulator
+renders, and the result says so. Membership is a registry in each process's memory, filled once: no etcd, whose lease
+traffic a gateway sees once in seconds.
 
 Each run's figures are a line of JSON on stdout when it ends, and the last line has all; everything else goes to stderr.
 The first request that fails ends the benchmark with exit code 1. `--peer-url` measures another server of the same API
@@ -619,7 +619,7 @@ def bench(arguments: argparse.Namespace, results: Results) -> None:
             "machine": f"{machine_line()}, load {os.getloadavg()[0]:.2f} before",
             "load": f"{arguments.decode} decode and {arguments.prefill} prefill workers, sim, {arguments.step_ms:g}"
             f" ms steps; closed loop of raw sockets; best of {arguments.repeat}",
-            "rendering": "chat template and tokens of a real model" if model else "the sim twin's",
+            "rendering": "chat template and tokens of a real model" if model else "the simulator's",
         }
     )
     with tempfile.TemporaryDirectory(prefix="bench-gateway-") as folder:
@@ -674,7 +674,7 @@ def main() -> int:
     parser.add_argument("--time-limit-s", type=float, default=120.0, help="no new requests in a run after this")
     parser.add_argument("--mutual-tls", action="store_true", help="between gateway and workers, as `kvferry up` has it")
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop", help="event loop of the gateway")
-    parser.add_argument("--no-model", action="store_true", help="render with the sim twin")
+    parser.add_argument("--no-model", action="store_true", help="render with the simulator")
     parser.add_argument("--no-quick-ack", action="store_true", help="let the client delay its acknowledgements")
     parser.add_argument("--profile", type=Path, help="write where the gateway's time goes to this file (needs py-spy)")
     parser.add_argument("--peer-url", default="", help="another server of the same API, as in http://127.0.0.1:18431")

@@ -63,7 +63,7 @@ def find_builder(wanted: str | None) -> str:
 
 
 def isolation(builder: str) -> list[str]:
-    """What builds and runs need where no OCI runtime is there, as in most containers."""
+    """Options of builds and runs where no OCI runtime is there, as in most containers."""
     has_runtime = any(map(shutil.which, ("crun", "runc")))
     is_chosen = builder == "podman" or "BUILDAH_ISOLATION" in os.environ
     return [] if is_chosen or has_runtime else ["--isolation", "chroot"]

@@ -1,4 +1,4 @@
-"""What this repository releases: a wheel and a source archive of each folder, all of one version."""
+"""Releases of this repository: a wheel and a source archive of each folder, all of one version."""
 
 from pathlib import Path
 

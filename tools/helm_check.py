@@ -93,7 +93,7 @@ class Helm:
             raise CheckFailed(f"helm {self.version} lint: {result.stdout}{result.stderr}")
 
     def template(self, *arguments: str, values: Path | None = None) -> str:
-        """What Helm renders. Raises CheckFailed with what it says instead."""
+        """Return Helm's rendering. Raises CheckFailed with Helm's message."""
         result = self.run("template", RELEASE, str(CHART), "--namespace", NAMESPACE, *_values(values), *arguments)
         if result.returncode:
             raise CheckFailed(result.stderr.strip())
@@ -321,7 +321,7 @@ def schema_text() -> str:
 
 
 def config_schema() -> Document:
-    """What the chart's value `config` may hold: kvferry's configuration without what the chart decides."""
+    """Schema of the chart's value `config`: kvferry's configuration without settings that the chart decides."""
     whole = ClusterConfig.model_json_schema()
     plain: Document = _plain(whole, whole["$defs"])
     for section, keys in CHART_DECIDES.items():

@@ -79,7 +79,7 @@ def _applies(requirement: Requirement, extras: set[str]) -> bool:
 
 
 def asked_for(extra: str) -> list[Requirement]:
-    """What the core asks for with this extra, and what the satellites ask for."""
+    """Requirements of the core with this extra, and of the satellites."""
     core, *satellites = (_project(folder) for folder in (CORE, *SATELLITES))
     texts = [*core["dependencies"], *core["optional-dependencies"][extra]]
     return [Requirement(text) for text in (*texts, *(text for each in satellites for text in each["dependencies"]))]

@@ -1,4 +1,4 @@
-"""What kvferry calls where `engine.kind` is sim; it finds this module by the entry point `kvferry.engines`."""
+"""Functions that kvferry calls where `engine.kind` is sim; the entry point `kvferry.engines` names this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VolumePool of a whole local cluster with the twin engine: made, restarted, outlived, and ended."""
+"""Keepers of a local cluster with simulated engines: start, restart, loss of the application, and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sections share: TLS, and the words of a fault."""
+"""Base of all sections: TLS settings, and messages of faults."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Readiness(msgspec.Struct, frozen=True):
 
 
 class Work(Protocol):
-    """What a request made workers do."""
+    """Work of workers for one request."""
 
     answer_id: str
 
@@ -83,7 +83,7 @@ class Work(Protocol):
 
 
 class Claim:
-    """What one request holds of a gateway's limits. Released by its admission at the request's end."""
+    """Reservations of one request in a gateway's budgets; the admission releases them at the request's end."""
 
     __slots__ = (
         "_admission",

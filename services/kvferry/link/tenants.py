@@ -1,4 +1,4 @@
-"""What the two ends of a link know of tenants: their work on a worker, whose requests a session has, what it tells."""
+"""Tenants on a link: their work on a worker, the tenants of a session's requests, and reports of both to the peer."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _MAX_BACKLOG: Final = 4096  # changes; a slower reader gets a Snapshot instead
 
 
 class View(Protocol[C_co]):
-    """What a watcher knows of the keys below one prefix; its changes are `C_co`."""
+    """State of a watcher for the keys below one prefix; its changes are `C_co`."""
 
     prefix: str
     name: str  # of what lies there, in the log

@@ -32,16 +32,16 @@ class FloorDemand:
         return self._demand
 
 
-# A node has its even part of a floor: the floor's part of its own capacity. It offers some of that to nodes with more
-# demand, in reports that all nodes read. Its floor is its even part, less what others may count on, and what others
+# A node has its even share of a floor: the floor's part of its own capacity. It offers some of that to nodes with more
+# demand, in reports that all nodes read. Its floor is its even share, less what others may count on, and what others
 # offer it. So the floors of a tenant never exceed their total, whatever reports are lost, late or out of order:
 # - others may count on every offer since the last report that they say they have seen, and on nothing DROP_S after
 #   their last news;
 # - a node counts on an offer for LEASE_S from when it began the report that the offering node says it has seen.
 LEASE_S: Final = 60.0
 DROP_S: Final = 120.0  # later than LEASE_S by far more than a node needs to apply its floors
-KEPT: Final = 0.25  # of its even part a node keeps: a tenant that returns begins with it
-STEP: Final = 0.25  # of its even part that a node moves at once: each unit that moves is computed again elsewhere
+KEPT: Final = 0.25  # of its even share a node keeps: a tenant that returns begins with it
+STEP: Final = 0.25  # of its even share that a node moves at once: each unit that moves is computed again elsewhere
 
 MAX_TENANTS: Final = 64  # whose floors move: those with the largest
 MAX_NODES: Final = 256
@@ -54,7 +54,7 @@ _LEAST_DEMAND: Final = 0.5  # uses in a minute
 
 
 class FloorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one node tells all others. Units are those of `capacity`."""
+    """Report of one node to all others. Units are those of `capacity`."""
 
     node: str  # fresh on every start
     version: int
@@ -239,7 +239,7 @@ def moving_parts(parts: Parts) -> dict[str, float]:
 def offers_of(
     node: str, parts: Parts, capacities: Mapping[str, int], demands: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, int]]:
-    """Return what `node` is to offer of its even parts, by tenant and receiving node."""
+    """Return what `node` is to offer of its even shares, by tenant and receiving node."""
     wishes = desired_floors(parts, capacities, demands)
     offers: dict[str, dict[str, int]] = {}
     for tenant, part in parts.items():
@@ -282,7 +282,7 @@ def desired_floors(
 
 
 def _most(even: int) -> int:
-    """Return the units of an even part that may be offered."""
+    """Return the units of an even share that may be offered."""
     return even - math.ceil(KEPT * even)
 
 

@@ -85,7 +85,7 @@ class Bucket:
 
 
 class TenantLimits:
-    """What one gateway knows of a tenant's use. Continuations do not ask."""
+    """Usage of a tenant that one gateway knows. Continuations of lost answers are not checked."""
 
     def __init__(self, limits: Limits, now_s: float) -> None:
         self.num_choices = 0  # in flight at this gateway

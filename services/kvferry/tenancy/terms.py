@@ -80,7 +80,7 @@ MAX_WANTED_S: Final = _DAY_S
 
 
 class TierTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a tenant may keep in a tier, as parts of the tier's capacity."""
+    """Contract of a tenant for a tier, as shares of the tier's capacity."""
 
     floor: float = 0.0  # that demand of other tenants cannot evict
     cap: float = DEFAULT_CAP  # beyond it the tenant's own pages go first, where nothing is free
@@ -108,7 +108,7 @@ class TierTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EngineTerms(msgspec.Struct, frozen=True):
-    """What a tenant may keep in each engine."""
+    """Contract of a tenant for each engine."""
 
     cpu: TierTerms
     device: TierTerms

@@ -23,7 +23,7 @@ PAUSE_S: Final = 0.5  # at least, where records change one after another: an eng
 WITHDRAWAL_S: Final = 1.0  # at most, at the end of a worker
 FORGET_S: Final = 600.0  # as `FloorReports`: workers have new names after each start
 # Reports have a part for each worker, and each worker reads all. Those of 64 are 1 MB/s for etcd.
-MAX_MOVING: Final = 64  # workers of a role whose floors move: the first by name; others keep the even parts
+MAX_MOVING: Final = 64  # workers of a role whose floors move: the first by name; others keep the even shares
 MAX_ENDED: Final = 1024  # tenants that are known to have had a floor
 _TIERS: Final = (CPU_TIER, DEVICE_TIER)
 _LEAST: Final = 1.0  # token

@@ -65,7 +65,7 @@ class StagedAdapter:
 
     @property
     def key(self) -> str:
-        """What engines, routers and page keys call it."""
+        """Name of the adapter in engines, routers and page keys."""
         return f"{self.name}@{self.digest}"
 
 

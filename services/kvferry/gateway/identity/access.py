@@ -19,7 +19,7 @@ _SCHEME = "bearer"
 
 
 class _Shown(NamedTuple):
-    """What a client shows: its tenant, and facts of its key."""
+    """Credentials of a client: its tenant, and attributes of its key."""
 
     tenant: str
     group: str = ""

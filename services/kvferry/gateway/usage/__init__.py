@@ -1,1 +1,1 @@
-"""What tenants and models used: records for bills, sums for metrics."""
+"""Usage by tenant and model: records for bills, sums for metrics."""

@@ -1,4 +1,4 @@
-"""What each tenant used of a gateway, and what each model answered, for metrics and usage records."""
+"""Usage of a gateway by tenant and by model, for metrics and usage records."""
 
 from __future__ import annotations
 

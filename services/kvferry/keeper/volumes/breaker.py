@@ -1,4 +1,4 @@
-"""What stops a volume: its circuit breaker and its write budget; causes of failures that it has no part in. Pure."""
+"""Circuit breaker and write budget of a volume, and causes of failures that are not the volume's fault. Pure."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What both ends of a link say of themselves, and when they refuse each other."""
+"""Identities that both ends of a link exchange, and reasons to refuse each other."""

@@ -1,4 +1,4 @@
-"""What the two ends of a link compare before requests pass: protocol, cluster and model. Pure."""
+"""Comparison of both ends of a link before requests pass: protocol, cluster and model. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What one end says of itself. An empty cluster is not compared: version 1 did not say it."""
+    """Identity of one end. An empty cluster is not compared: version 1 did not send it."""
 
     cluster: str = ""
     model: ServedModel = ServedModel()

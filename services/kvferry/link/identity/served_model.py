@@ -1,4 +1,4 @@
-"""What a process serves, as links compare it: a worker computes with it, a gateway renders its tokens."""
+"""Served model, as links compare it: a worker computes with it, a gateway renders its tokens."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a placement costs, and what that is learned from."""
+"""Predicted costs of placements, and the measurements that they are learned from."""

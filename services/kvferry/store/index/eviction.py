@@ -50,11 +50,11 @@ class EvictionPolicy(Protocol):
     def release(self, tenant: str, num_bytes: int) -> None: ...
 
     def add(self, chunk: EvictableChunk, now_s: float) -> None:
-        """As the most recently used."""
+        """Add a chunk as the most recently used one."""
         ...
 
     def add_oldest(self, chunk: EvictableChunk) -> None:
-        """As the least recently used."""
+        """Add a chunk as the least recently used one."""
         ...
 
     def touch(self, chunk: EvictableChunk, now_s: float) -> None:

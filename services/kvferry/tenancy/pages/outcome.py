@@ -1,4 +1,4 @@
-"""What a tier's policy decides: pages that go, stores that are refused, usage."""
+"""Decisions of a tier's policy: evicted pages, refused stores, usage."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class TenantCounts:
 
 
 class Holding(NamedTuple):
-    """What a tenant holds and may hold, in units of the tier."""
+    """Usage, floor and cap of a tenant, in units of the tier."""
 
     used: int = 0
     floor: int = 0

@@ -1,1 +1,1 @@
-"""Whose request is next, and whose streams have slots."""
+"""Order of tenants' requests, and slots of their streams."""

@@ -1,4 +1,4 @@
-"""What tenants hold in an engine's memory and CPU tier, in the statistics that its core sends to the worker."""
+"""Pages of tenants in an engine's memory and CPU tier, in the statistics that its core sends to the worker."""
 
 from __future__ import annotations
 

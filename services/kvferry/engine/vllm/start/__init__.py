@@ -1,1 +1,1 @@
-"""What an engine starts with: arguments, weights, and what is refused."""
+"""Start of an engine: its arguments, its weights, and checks that refuse it."""

@@ -1,4 +1,4 @@
-"""What an engine refuses before it takes memory: overrides of rotations, and arguments that the machine cannot have."""
+"""Checks before an engine allocates memory: overrides of rotations, and arguments that the machine cannot serve."""
 
 from __future__ import annotations
 

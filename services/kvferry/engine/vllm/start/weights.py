@@ -1,4 +1,4 @@
-"""A digest of a model's files, the same on every node and after every copy, and which load formats read other files."""
+"""Digest of a model's files, equal on all nodes and after copies, and a check of load formats that read other files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Known(msgspec.Struct, frozen=True):
 class _Shipped(msgspec.Struct, frozen=True):
     size: int
     digest: str
-    samples: str = ""  # their digest; version 1 had none
+    samples: str = ""  # digest of samples of the file; version 1 had none
 
 
 class _Manifest(msgspec.Struct, frozen=True):
@@ -264,7 +264,7 @@ def check_load_format(args: Mapping[str, Any], folder: Path, keys: Mapping[str, 
     chosen, key = args.get(LOAD_FORMAT, "auto"), key_of(LOAD_FORMAT, keys)
     if chosen == STREAMED and importlib.util.find_spec(_MODULE) is None:
         raise ConfigError(f"{key}: {chosen} needs the package {_PACKAGE}, which is not installed")
-    # Others are at the operator's risk, and part of the exchange digest.
+    # Other formats are at the operator's risk, and the exchange digest includes them.
     if chosen in (SAFETENSORS, STREAMED) and (reason := _why_other_files(chosen, folder)):
         raise ConfigError(f"{key}: {chosen} {reason}; use auto")
 

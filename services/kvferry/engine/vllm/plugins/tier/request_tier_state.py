@@ -1,4 +1,4 @@
-"""What the tiers know of one request."""
+"""State of one request in the tiers."""
 
 from __future__ import annotations
 
