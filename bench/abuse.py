@@ -49,7 +49,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Attack:
-    """What a tenant does for the whole time of a window, and what an innocent tenant sends meanwhile.
+    """Abuse by one tenant during a whole window, and the load of an innocent tenant meanwhile.
 
     `limits` are those that its operator has set. Those that `needs_renderer` are for lines of the real renderer.
     """

@@ -35,12 +35,12 @@ CPU_TIER_BYTES = 1 << 30
 
 
 class DeploymentFailed(Exception):
-    """It did not come up; the message ends with what it said last."""
+    """A deployment did not come up; the message ends with its last output."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all deployments have alike."""
+    """Settings that all deployments share."""
 
     max_model_len: int = 2048
     kv_cache_gib: int = 1  # of each of the two engines

@@ -41,7 +41,7 @@ def find_binary(name: str = "etcd") -> str | None:
 
 @dataclass(frozen=True)
 class ServerTls:
-    """What etcd serves with, the authority whose clients it lets in, and what `etcdctl` shows."""
+    """Certificates of etcd, the authority of its clients, and the certificate of `etcdctl`."""
 
     ca_file: Path
     cert_file: Path

@@ -1,4 +1,4 @@
-"""What one gateway costs: CPU per streamed token and per short request, with several workers behind it.
+"""Cost of one gateway: CPU per streamed token and per short request, with several workers behind it.
 
 Everything is a process of its own, as in a cluster: the workers (WorkerHost over sim engines, paced by `--step-ms`),
 one gateway (GatewayHost, uvicorn and all, on the event loop that a Ray replica has), and the client, which speaks HTTP
@@ -278,7 +278,7 @@ class Children:
 
 
 class Load:
-    """What one case saw."""
+    """Measurements of one case."""
 
     def __init__(self, case: Case, host: str, port: int, path: str, model: str, time_limit_s: float) -> None:
         self.case = case

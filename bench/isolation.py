@@ -1,4 +1,4 @@
-"""What the abuse of one tenant costs another one on a live cluster of simulated engines.
+"""Cost of one tenant's abuse to another tenant on a live cluster of simulated engines.
 
 An innocent tenant sends streamed requests at random times, whatever is answered, through all gateways. It is measured
 alone and beside each attack in turn, so that the drift of the machine cancels. Its goodput is the part of its requests

@@ -1,4 +1,4 @@
-"""What the worst bodies of one client do to the streams of others.
+"""Effect of one client's worst bodies on the streams of others.
 
 A gateway with the real renderer where the default model is there, simulated workers, a client that reads `--streams`
 streams, and one that sends each of WORST_BODIES several times: each is a process. A gap is the time between two tokens

@@ -148,7 +148,7 @@ def raise_failure(outcomes: Outcomes) -> None:
 
 
 def figures(result: Result) -> dict[str, object]:
-    """What is quoted of a run."""
+    """Figures of a run that the report quotes."""
     ttft = result.overall.latencies.get("ttft")
     return {
         "deployment": result.deployment,

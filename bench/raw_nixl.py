@@ -42,7 +42,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a transfer moved and took. `transfer_s` and `post_s` are NIXL's own, from posting to noticing the end."""
+    """Size and times of a transfer. `transfer_s` and `post_s` are NIXL's own, from posting to noticing the end."""
 
     size_bytes: int
     num_descriptors: int

@@ -1,4 +1,4 @@
-"""What a benchmark writes: each figure when it is measured, and all of them at its end, also where something failed."""
+"""Output of a benchmark: each figure when it is measured, and all of them at its end, also where something failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to a cluster under load. Every one waits until the cluster is complete again."""
+"""Faults of a cluster under load. Each one waits until the cluster is complete again."""
 
 from __future__ import annotations
 

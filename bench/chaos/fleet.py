@@ -176,7 +176,7 @@ class Fleet:
         await asyncio.gather(*(process.stop() for process in self.of(MemberKind.GATEWAY)))
 
     async def replace(self, process: Process) -> None:
-        """What a supervisor does after a death."""
+        """Start the member again, as a supervisor does."""
         await process.start()
         await self.complete()
 

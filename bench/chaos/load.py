@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def continued(self) -> bool:
-        """It went on elsewhere because its decode worker was lost."""
+        """Whether another worker continued the request because its decode worker was lost."""
         lost = self.record.get("lost_workers") or ()
         return self._has_gone_on and any(worker.startswith(MemberKind.DECODE.value) for worker in lost)
 

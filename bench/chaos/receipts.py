@@ -1,4 +1,4 @@
-"""What clients asked for and got, one receipt for each HTTP request."""
+"""Receipts of clients: for each HTTP request, what it asked for and got."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines computed for each request, in files that keep it when the process gets SIGKILL."""
+"""Work of engines for each request, in files that outlast a SIGKILL of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a part can be tried without a device: its programs, its configuration as vLLM reads it, its command."""
+"""Trial of a part without a device: its programs, its configuration as vLLM reads it, its command."""
 
 from __future__ import annotations
 

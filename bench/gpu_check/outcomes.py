@@ -1,4 +1,4 @@
-"""What a part's files say: the result of its tests, or the JSON on the last line of a benchmark."""
+"""Outcome of a part by its files: the result of its tests, or the JSON on the last line of a benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the load engine needs of an endpoint, whatever it speaks: HTTP or gRPC."""
+"""Interface of the load engine to an endpoint, over HTTP or gRPC."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvferry_loadtest.plan import AnswerOf, PlannedRequest, RequestId
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """What every request of a run has alike."""
+    """Parameters that all requests of a run share."""
 
     model: str
     temperature: float = 0.0
@@ -22,7 +22,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct):
-    """What the server says of the tokens; None where it does not."""
+    """Counts of tokens by the server; None where it reports none."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None

@@ -1,4 +1,4 @@
-"""What segments contain, as text and as token ids, and the tools that a request may offer.
+"""Content of segments, as text and as token ids, and the tools that a request may offer.
 
 Content is a function of the segment's key: the same in every run, process and version of Python. A shorter segment of
 the same key is the beginning of a longer one, which is what the partial last block of a trace needs.

@@ -224,7 +224,7 @@ class Engine:
         self._settle(record)
 
     def _settle(self, record: Record) -> None:
-        """A request has ended, well or not: what follows it, and whoever waits for its user."""
+        """After a request's end, well or not: release the requests that follow it, or wait for its user."""
         now_s = self.now_s() if record.end_s is None else record.end_s
         waiting = [record]
         while waiting:

@@ -1,4 +1,4 @@
-"""What can go wrong before or around a run.
+"""Errors before or around a run.
 
     LoadtestError           the user has to change something; one line, exit code 2
     ├── ScenarioError       a scenario file: the file, the key, the value

@@ -1,4 +1,4 @@
-"""What no cache can avoid computing of a plan, without sending it: the honest score of a run is measured / floor.
+"""Prompt tokens of a plan that no cache can avoid computing, without sending it: a run's score is measured / floor.
 
 The plan is replayed in the order of its planned times into a prefix cache without bounds that finds whole pages only.
 Prompts share what their segments share; roles and tools count as beginnings that must be alike. What a chat template

@@ -118,7 +118,7 @@ def seconds_of(records: Sequence[Record], samples: Sequence[Sample]) -> tuple[Se
 
 
 def errors_of(records: Sequence[Record]) -> dict[str, int]:
-    """What went wrong, most frequent first."""
+    """Errors of the run, most frequent first."""
     return dict(Counter(record.error for record in records if record.error).most_common(50))
 
 

@@ -1,4 +1,4 @@
-"""What a run is to send, fixed before it begins: the same plan goes to every deployment that is compared.
+"""Requests of a run, fixed before it begins: the same plan goes to every deployment that is compared.
 
 Prompts are made of segments. A segment's key determines its content, so two prompts share exactly the tokens of the
 segments they begin with alike; that is what makes the arithmetic of `floor.py` possible without a tokenizer.
@@ -21,7 +21,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class AnswerOf(msgspec.Struct, frozen=True):
-    """What the server answered to an earlier request, word for word."""
+    """Answer of the server to an earlier request, word for word."""
 
     request_id: RequestId
 

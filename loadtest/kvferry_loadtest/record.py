@@ -1,4 +1,4 @@
-"""What happened to each request of a run. Times are seconds from the start of the run, of one monotonic clock."""
+"""Records of the requests of a run. Times are seconds from the start of the run, of one monotonic clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run comes to: the file that `run` writes, and that `report` and `compare` read.
+"""Result of a run: the file that `run` writes, and that `report` and `compare` read.
 
 Latencies are in milliseconds, rates per second, everything else says its unit in its name.
 """
@@ -52,7 +52,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request must keep to in order to count for goodput. None: not asked."""
+    """Limits of a request that counts for goodput. None: no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -72,7 +72,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
-    """What no cache can avoid computing: tokens that no earlier prompt (and answer) of the run began with alike."""
+    """Tokens that no cache avoids computing: those that no earlier prompt (and answer) of the run began with alike."""
 
     page_tokens: int  # granularity: only whole pages are found again
     prompt_tokens: int  # of the plan

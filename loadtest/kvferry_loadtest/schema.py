@@ -64,7 +64,7 @@ def check(value: Any, type_: inspect.Type, key: str = "") -> None:
 
 
 def allowed(type_: inspect.Type) -> str:
-    """What a value of this type may be, in words."""
+    """Describe the values of this type in words."""
     match without_none(type_):
         case inspect.StructType(fields=fields):
             return f"a table of {', '.join(field.name for field in fields)}"
@@ -129,7 +129,7 @@ def type_at(type_: inspect.Type, parts: list[str]) -> inspect.Type | None:
 
 
 def at(value: Any, key: str) -> Any:
-    """What a dotted key names in dicts and lists."""
+    """Return the value that a dotted key names in dicts and lists."""
     for part in filter(None, key.split(".")):
         value = value[int(part)] if isinstance(value, list) else value[part]
     return value

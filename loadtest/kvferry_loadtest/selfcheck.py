@@ -45,7 +45,7 @@ STALL_S = 2.0
 
 
 class Delays(msgspec.Struct):
-    """What the fake server really took, in microseconds."""
+    """Times that the fake server really took, in microseconds."""
 
     ttft_us: list[int]
     itl_us: list[int]

@@ -1,4 +1,4 @@
-"""What a deployment says of itself at /metrics, in whichever names its servers use.
+"""Figures of a deployment's /metrics, by the names that its servers use.
 
 A deployment may have several metrics addresses (one per server); counters and gauges are summed over them, shares of
 memory are averaged. Figures are differences between the begin and the end of the measured part of a run.
@@ -222,7 +222,7 @@ class Sampler:
 def server_of(
     first: Sample | None, last: Sample | None, samples: Sequence[Sample], records: Sequence[Record]
 ) -> Server:
-    """What the samples come to; `records` are those that are counted."""
+    """Return the figures of the samples; `records` are those that are counted."""
     if first is None or last is None or not last.dialect:
         return Server(dialect="")
     dialect = next(dialect for dialect in DIALECTS if dialect.name == last.dialect)

@@ -120,7 +120,7 @@ class _ErrorBody(msgspec.Struct):
 
 
 def error_text(body: bytes) -> str:
-    """What an error says, short and on one line: OpenAI's shape (whole, or what is in `error`), FastAPI's, or any."""
+    """An error's message, short and on one line: OpenAI's shape (whole, or what is in `error`), FastAPI's, or any."""
     text = ""
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
         decoded = msgspec.json.decode(body, type=_ErrorBody)

@@ -1,4 +1,4 @@
-"""What is seen of a run in a terminal: its progress while it lasts, and its figures after it."""
+"""Display of a run in a terminal: its progress while it lasts, and its figures after it."""
 
 from __future__ import annotations
 

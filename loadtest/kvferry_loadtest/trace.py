@@ -33,7 +33,7 @@ class TraceRequest(msgspec.Struct, frozen=True):
 
 
 class HitRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What an unbounded cache of whole blocks would have found, as shares from 0 to 1."""
+    """Hits of an unbounded cache of whole blocks, as shares from 0 to 1."""
 
     of_blocks: float  # of all whole blocks
     of_tokens: float  # of all prompt tokens, partial blocks among them

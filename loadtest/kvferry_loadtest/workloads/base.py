@@ -1,4 +1,4 @@
-"""What all workloads are made with: sessions that begin, conversations that grow, a plan that takes requests in order.
+"""Building blocks of all workloads: sessions that begin, conversations that grow, a plan that takes requests in order.
 
 All chance comes from generators that are seeded with the scenario's seed and a name, one for each concern: a session's
 content does not change when there are more sessions, or when they come faster. Keys of segments begin with the seed, so

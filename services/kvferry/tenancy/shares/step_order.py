@@ -21,7 +21,7 @@ class Candidate(Generic[Prompt]):
 
 @dataclass(frozen=True, slots=True)
 class StepOrder(Generic[Prompt]):
-    """What the step changes for prompts that have begun: `paused` are left out. No prompt may have more than
+    """Changes of the step for prompts that have begun: `paused` ones are skipped. No prompt may have more than
     `max_tokens` of it; None: as many as are left.
     """
 
