@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from kvferry.arguments import vllm_arguments
 from kvferry.arguments.argument_values import why_not_expected
-from kvferry.config.section import Section, absolute
+from kvferry.config.section import AbsolutePath, Section
 
 # Types that the CPU attention backend and NIXL handle rightly in our tests. vLLM accepts others in silence and returns
 # garbage (int8_per_token_head) or drift (fp8 without scales is right by design, but never exact).
@@ -56,7 +55,7 @@ class EngineConfig(Section):
     kv_cache_dtype: KvCacheDtype = "auto"
     # Result file of `kvferry quality`. An engine starts only if it passes up to the engine's longest context, against
     # pages that are not quantized, and is of the engine's model, revision, types, device and vLLM.
-    quality_report: Path | None = None
+    quality_report: AbsolutePath | None = None
     kv_cache_gib: int = Field(1, ge=1)  # CPU device: memory for KV pages per engine, whole GiB (vLLM takes no less)
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)  # GPU device: share of its memory for an engine
     max_num_seqs: int = Field(64, ge=1)  # requests that an engine computes at once
@@ -104,11 +103,6 @@ class EngineConfig(Section):
             if reason := vllm_arguments.why_no_variable(name, value, unproven=info.data.get("unproven", ())):
                 raise ValueError(f"{name[:80]}: {reason}")
         return env
-
-    @field_validator("quality_report")
-    @classmethod
-    def _report_is_found_everywhere(cls, file: Path | None) -> Path | None:
-        return None if file is None else absolute(file)
 
 
 class RoleEngineConfig(Section):

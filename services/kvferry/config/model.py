@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kvferry.config.section import Section, absolute
+from kvferry.config.section import AbsolutePath, Section
 from kvferry.util.addresses import is_url
 
 MAX_MODEL_NAME_CHARS = 200
@@ -97,7 +96,7 @@ class ModelConfig(Section):
     reasoning_parser: str = ""
     # A Jinja file for chats, in the place of the model's own template: an absolute path, at most 1 MiB, the same text
     # on all gateways, which read it when they start. Simulated engines take none.
-    chat_template: Path | None = None
+    chat_template: AbsolutePath | None = None
     hf_overrides: HfOverridesConfig = Field(default_factory=HfOverridesConfig)
 
     @model_validator(mode="after")
@@ -122,11 +121,6 @@ class ModelConfig(Section):
         if name:
             check_model_name(name)
         return name
-
-    @field_validator("chat_template")
-    @classmethod
-    def _template_is_found_everywhere(cls, file: Path | None) -> Path | None:
-        return None if file is None else absolute(file)
 
     @field_validator("aliases")
     @classmethod

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -22,6 +22,9 @@ def absolute(path: Path) -> Path:
     if not path.is_absolute():
         raise ValueError("expected an absolute path: every process of a node must find the same one")
     return path
+
+
+AbsolutePath = Annotated[Path, AfterValidator(absolute)]
 
 
 class TlsConfig(Section):

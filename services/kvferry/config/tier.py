@@ -7,22 +7,17 @@ from pathlib import Path
 
 from pydantic import Field, field_validator, model_validator
 
-from kvferry.config.section import Section, absolute
+from kvferry.config.section import AbsolutePath, Section
 
 
 class VolumeConfig(Section):
     """A directory on NVMe that stores chunks: local to one node, or a mount that nodes share."""
 
-    path: Path  # absolute; made at the first start
+    path: AbsolutePath  # absolute; made at the first start
     capacity_gib: float = Field(gt=0, allow_inf_nan=False)
     shared: bool = False  # mounted by other nodes too, whose keepers read and write it
     write_gib_per_day: float | None = Field(None, gt=0, allow_inf_nan=False)  # empty: as much as comes
     pool: str = ""  # whose engines alone use it; empty: the default pool's, and those of pools that may use its volumes
-
-    @field_validator("path")
-    @classmethod
-    def _path_is_absolute(cls, path: Path) -> Path:
-        return absolute(path)
 
 
 # What the system takes for the address of a Unix socket, less the name that keepers give theirs.
@@ -37,7 +32,7 @@ class TierConfig(Section):
     # KV pages (vLLM: blocks) in one chunk. Empty: as many as give 1 MiB, but no more than 256 tokens; 1 for sim.
     blocks_per_chunk: int | None = Field(None, ge=1)
     volumes: tuple[VolumeConfig, ...] = ()  # on NVMe
-    socket_dir: Path | None = None  # of keepers; empty: the run folder, or a private folder under /run or /tmp
+    socket_dir: AbsolutePath | None = None  # of keepers; empty: the run folder, or a private folder under /run or /tmp
     host: str = "127.0.0.1"  # where keepers answer gateways and each other; auto: this node's address
     io_threads: int = Field(4, ge=1, le=64)
     # For an operation on a drive; one that takes longer hangs. An operation may wait as long for its turn, and a
@@ -54,11 +49,9 @@ class TierConfig(Section):
     @field_validator("socket_dir")
     @classmethod
     def _socket_dir_fits(cls, path: Path | None) -> Path | None:
-        if path is None:
-            return None
-        if len(os.fsencode(path)) > _MAX_SOCKET_DIR_BYTES:
+        if path is not None and len(os.fsencode(path)) > _MAX_SOCKET_DIR_BYTES:
             raise ValueError(f"at most {_MAX_SOCKET_DIR_BYTES} bytes, or no socket in it could be addressed")
-        return absolute(path)
+        return path
 
     @model_validator(mode="after")
     def _volumes_make_sense(self) -> TierConfig:
