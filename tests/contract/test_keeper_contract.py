@@ -638,9 +638,12 @@ async def test_the_write_budget_refuses_and_fills_up_again(tmp_path: Path, rows:
         assert keeper.stats.stores == {Outcome.OK: 4, Outcome.EXISTS: 2, Cause.BUDGET: 26}
 
 
-async def test_the_queue_is_bounded_and_reads_go_first(tmp_path: Path, rows: Rows) -> None:
+async def test_the_queue_is_bounded_and_reads_go_first(
+    tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volume_io, "NUM_IO_THREADS", 1)
     io, gate = SwitchableIo(), threading.Event()
-    config = tier_config(tmp_path, queue_mib=1, io_threads=1)
+    config = tier_config(tmp_path, queue_mib=1)
     async with keeping(config, [io]) as keeper, engine_of(keeper, rows) as a:
         await a.store(CHUNKS)
         await a.sees(CHUNKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.config import MAX_POOLS, ClusterConfig, TierConfig, entry_of, is_of_entry, load, parse
+from kvferry.config.section import KEY_TO_CONSTANT
 from kvferry.errors import ConfigError
 from kvferry.util import simulator
 
@@ -607,6 +609,16 @@ def test_faults_of_an_entry_name_it_also_where_they_speak_of_several_settings() 
 def test_a_limit_that_nobody_decides_is_no_key(key: str) -> None:
     section, _, name = key.partition(".")
     assert fault(**{section: {name: 1}}).startswith(f"{key}: unknown key (value 1)")
+
+
+@pytest.mark.parametrize(("key", "constant"), KEY_TO_CONSTANT.items())
+def test_a_setting_that_became_a_constant_names_it(key: str, constant: str) -> None:
+    module, _, name = constant.rpartition(".")
+    assert hasattr(importlib.import_module(f"kvferry.{module}"), name)
+    values: Any = 1
+    for part in reversed(key.split(".")):
+        values = {part: values}
+    assert fault(**values) == f"{key}: no longer a setting (value 1): the limit is kvferry.{constant}"
 
 
 def test_shares_of_100_per_cent_are_taken_whatever_their_sum_is_in_binary() -> None:

@@ -195,6 +195,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
     "operator/volumes.md": [("It also refuses for {} minutes", "store.folder:ALIVE_FOR_S/minutes")],
     "operator/tier-settings.md": [
         ("| `cpu_gib` | GiB | {} |", "config:tier.cpu_gib"),
+        ("Each volume has {} threads", "keeper.volumes.volume_io:NUM_IO_THREADS"),
         ("at most {} tokens; simulated engine", "engine.vllm.plugins.tier.tier_connector:_MAX_CHUNK_TOKENS"),
     ],
     "operator/metrics.md": [("the first of {}\neach that are tried", "observability.metrics_listener:NUM_PORTS")],

@@ -83,10 +83,18 @@ def key_of(path: Sequence[str | int]) -> str:
     return "".join(parts).removeprefix(".")
 
 
+# Limits that were settings, and the constants of kvferry that stand in their places.
+KEY_TO_CONSTANT = {
+    "tier.io_threads": "keeper.volumes.volume_io.NUM_IO_THREADS",
+}
+
+
 def explain(fault: ErrorDetails, key: str, root: type[BaseModel]) -> str:
     """Describe one fault in one line: key, value, what is allowed. The fault's path begins at `root`."""
     path, value = fault["loc"], fault["input"]
     match fault["type"]:
+        case "extra_forbidden" if key in KEY_TO_CONSTANT:
+            return f"{key}: no longer a setting (value {value!r}): the limit is kvferry.{KEY_TO_CONSTANT[key]}"
         case "extra_forbidden":
             allowed = _keys_beside(path, root)
             close = difflib.get_close_matches(str(path[-1]), allowed, n=1)

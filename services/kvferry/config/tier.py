@@ -34,7 +34,6 @@ class TierConfig(Section):
     volumes: tuple[VolumeConfig, ...] = ()  # on NVMe
     socket_dir: AbsolutePath | None = None  # of keepers; empty: the run folder, or a private folder under /run or /tmp
     host: str = "127.0.0.1"  # where keepers answer gateways and each other; auto: this node's address
-    io_threads: int = Field(4, ge=1, le=64)
     # For an operation on a drive; one that takes longer hangs. An operation may wait as long for its turn, and a
     # request twice as long for its pages from tiers: then it computes them.
     io_timeout_s: float = Field(10.0, gt=0)

@@ -33,13 +33,18 @@ from support.waiting import SOON_S, until
 DIGEST = LAYOUT.digest
 
 
+@pytest.fixture(autouse=True)
+def one_io_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(volume_io, "NUM_IO_THREADS", 1)
+
+
 class Node:
     """A volume behind its I/O threads, whose drive fails while it is dead."""
 
     def __init__(self, folder: Path, **values: Any) -> None:
         self.now_s = 0.0
         self.is_dead = False
-        config = tier_config(folder, volume={"capacity_gib": 0.001}, io_threads=1)
+        config = tier_config(folder, volume={"capacity_gib": 0.001})
         io = FaultyIo(lambda operation, path: Fault(error=errno.EIO) if self.is_dead else None)
         self.volume = Volume(config.volumes[0].path, capacity_bytes=80 * CHUNK_BYTES, io=io, **values)
         self.volume.open()

@@ -24,6 +24,11 @@ from support.tier_volumes import opened_volumes
 from support.waiting import SOON_S, until
 
 
+@pytest.fixture(autouse=True)
+def one_io_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(volume_io, "NUM_IO_THREADS", 1)
+
+
 class Rescanned(Volume):
     """Its rescans last until the test allows them to end."""
 
@@ -42,7 +47,7 @@ class Rescanned(Volume):
 
 class Rescans:
     def __init__(self, folder: Path, *, shared: bool = True) -> None:
-        config = self.config = tier_config(folder, volume={"shared": shared, "capacity_gib": 0.001}, io_threads=1)
+        config = self.config = tier_config(folder, volume={"shared": shared, "capacity_gib": 0.001})
         self.now_s = 0.0
         self.volume = Rescanned(config.volumes[0].path, shared=shared)
         self.volume.open()
@@ -161,7 +166,7 @@ async def test_uses_are_recorded_on_volumes_of_one_writer_too(tmp_path: Path) ->
 
 
 async def test_a_long_queue_is_no_hanging_drive(tmp_path: Path) -> None:
-    config = tier_config(tmp_path, io_timeout_s=1.0, io_threads=1, volume={"capacity_gib": 0.001})
+    config = tier_config(tmp_path, io_timeout_s=1.0, volume={"capacity_gib": 0.001})
     volume = Volume(config.volumes[0].path, capacity_bytes=1 << 20)
     volume.open()
     now_s = 0.0

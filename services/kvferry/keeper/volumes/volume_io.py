@@ -27,6 +27,7 @@ from kvferry.tenancy.pages.outcome import TenantUsage
 
 log = logging.getLogger(__name__)
 
+NUM_IO_THREADS = 4  # of each volume
 # How often the changes of other nodes to a shared volume are looked for.
 _RESCAN_PERIOD_S = 30.0
 _ALIVE_PERIOD_S = 60.0  # during a rescan
@@ -112,7 +113,7 @@ class VolumeIo:
         self._blocks_per_chunk = 1
         self._read_rate = ReadRate(now_s)
         self._threads = IoThreads(
-            self.volume_id, config.io_threads, self._read_rate, self._on_ended, loop=loop, clock=clock
+            self.volume_id, NUM_IO_THREADS, self._read_rate, self._on_ended, loop=loop, clock=clock
         )
         self._num_unfinished = 0
         self._all_finished = asyncio.Event()
