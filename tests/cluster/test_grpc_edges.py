@@ -18,7 +18,7 @@ from kvferry.gateway.admission import CountedRequest
 from kvferry.gateway.grpc import grpc_health, grpc_messages, grpc_reflection, grpc_server
 from kvferry.gateway.grpc.grpc_messages import MessageReads
 from kvferry.gateway.grpc.grpc_server import SERVICE
-from kvferry.gateway.http import tls_handshake
+from kvferry.gateway.http import asgi, tls_handshake
 from kvferry.gateway.identity.key_file import new_key
 from kvferry.inference.v1 import inference_pb2 as pb
 from support.waiting import PATIENCE_S, SOON_S, until
@@ -322,8 +322,9 @@ async def test_a_connection_carries_so_many_streams(monkeypatch: pytest.MonkeyPa
         await cluster.until_quiet()
 
 
-async def test_connections_are_limited() -> None:
-    async with running(gateway={"max_connections": 1}) as cluster, channel_to(cluster) as channel:
+async def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "MAX_CONNECTIONS", 1)
+    async with running() as cluster, channel_to(cluster) as channel:
         await stub_on(channel).ListModels(pb.ListModelsRequest(), timeout=PATIENCE_S)
         async with own_channel_to(cluster) as other:
             error = await refused(stub_on(other).ListModels(pb.ListModelsRequest(), timeout=1))
@@ -513,6 +514,7 @@ def test_a_client_that_never_shakes_hands_is_counted_and_cut(
 ) -> None:
     """Under the loop of Ray Serve too, whose transports are others."""
     monkeypatch.setattr(tls_handshake, "HANDSHAKE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(asgi, "MAX_CONNECTIONS", 2)
     run: Any = pytest.importorskip(loop).run
     run(shake_no_hands(Certificates(tmp_path)))
 
@@ -538,7 +540,7 @@ def test_a_handshake_that_begins_with_the_connection_ends(tmp_path: Path, loop: 
 
 
 async def shake_no_hands(certificates: Certificates) -> None:
-    async with running(gateway={"tls": certificates.config(), "max_connections": 2}) as cluster:
+    async with running(gateway={"tls": certificates.config()}) as cluster:
         gateway = cluster.gateway
         assert gateway is not None
         limits = gateway.app.connection_limits

@@ -56,7 +56,8 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
             "gateway.http.uvicorn_connection:MAX_PIPELINED",
             "gateway.http.uvicorn_connection:MAX_PIPELINED_BYTES/KiB",
         ),
-        ("`gateway.max_connections`: {}; of one address", "config:gateway.max_connections"),
+        ("| {} connections are open", "gateway.http.connection_limits:MAX_CONNECTIONS"),
+        ("over gRPC | {}; of one address", "gateway.http.connection_limits:MAX_CONNECTIONS"),
         ("`gateway.max_body_bytes`: {} MiB", "config:gateway.max_body_bytes/MiB"),
         (
             "in a body over {} KiB; fields of a gRPC message | {};",

@@ -100,8 +100,6 @@ class GatewayConfig(Section):
     max_prompt_tokens: int = Field(16 << 20, ge=1)  # of prompts in flight, once for each of their choices; more get 429
     # Bytes of bodies of requests in flight; more get 429. Unread answers over HTTP may hold as many bytes again.
     max_pending_body_bytes: int = Field(256 << 20, ge=1024)
-    # Connections over HTTP, and as many again over gRPC; the process's limit of open files is raised for them.
-    max_connections: int = Field(8192, ge=1)
     max_connections_per_peer: int = Field(0, ge=0)  # of one address, over HTTP; 0: no limit, as behind a load balancer
     # Names in `Host` beside loopback ones that a gateway without keys on loopback answers to, such as a proxy's.
     allowed_hosts: tuple[str, ...] = ()

@@ -28,6 +28,7 @@ from kvferry.gateway.grpc.grpc_messages import MessageReads
 from kvferry.gateway.grpc.grpc_reflection import SERVICE as REFLECTION
 from kvferry.gateway.grpc.grpc_reflection import Reflection
 from kvferry.gateway.grpc.grpc_requests import Chunks, Inference, InferenceAnswer
+from kvferry.gateway.http.connection_limits import MAX_CONNECTIONS
 from kvferry.gateway.identity.access import Access
 from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.metrics import GatewayMetrics
@@ -486,7 +487,7 @@ def _options(config: GatewayConfig) -> tuple[tuple[str, int], ...]:
     return (
         ("grpc.max_receive_message_length", _max_message_bytes(config)),
         ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
-        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
         ("grpc.max_connection_idle_ms", 900_000),
         # As on the HTTP port: gateways of one node share it, also an old one and its successor.

@@ -28,7 +28,7 @@ from kvferry.errors import (
 from kvferry.gateway.admission import Admission, Claim, CountedRequest, Readiness
 from kvferry.gateway.bodies.large_bodies import join
 from kvferry.gateway.http.browser_requests import require_json, require_local_page
-from kvferry.gateway.http.connection_limits import ConnectionLimits, raise_descriptor_limit
+from kvferry.gateway.http.connection_limits import MAX_CONNECTIONS, ConnectionLimits, raise_descriptor_limit
 from kvferry.gateway.http.openai_endpoint import NO_DEBUG, Debug, OpenAI
 from kvferry.gateway.http.openai_responses import DONE, error_body, error_chunk
 from kvferry.gateway.http.stream_writer import MAX_SILENCE_S, StreamWriter, keep_alive, open_stream_writer
@@ -94,7 +94,7 @@ class HttpApp:
         self.is_leaving = False  # connections are not kept for further requests
         self.tls_context: ssl.SSLContext | None = None  # of the listener, if clients speak TLS
         self.connection_limits = ConnectionLimits(
-            raise_descriptor_limit(config.max_connections), config.max_connections_per_peer
+            raise_descriptor_limit(MAX_CONNECTIONS), config.max_connections_per_peer
         )
         self.unread_answers = UnreadAnswers(config.max_pending_body_bytes, self._note_cut)
         self._admission = admission

@@ -10,6 +10,8 @@ from kvferry.errors import Overloaded
 
 log = logging.getLogger(__name__)
 
+# Of a gateway over HTTP, and as many again over gRPC; the process's limit of open files is raised for them.
+MAX_CONNECTIONS = 8192
 # Descriptors that a gateway needs beside its clients' connections: links, etcd, logs, listeners.
 _OTHER_DESCRIPTORS = 512
 MAX_LINGERING = 128  # refused connections whose clients may still read why
@@ -60,7 +62,7 @@ def raise_descriptor_limit(max_connections: int) -> int:
     if soft < wanted:
         fits = max(1, soft - _OTHER_DESCRIPTORS)
         log.warning(
-            "this process may open %d files (ulimit -n): at most %d of gateway.max_connections (%d) are accepted",
+            "this process may open %d files (ulimit -n): at most %d of %d connections are accepted",
             soft, fits, max_connections,
         )  # fmt: skip
         return fits
