@@ -161,6 +161,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
     "operator/sizing.md": [
         ("{} more processes of 128 MiB", "engine.grammar_checks:NUM_FORKS"),
         ("{} more processes of 1,024 MiB", "config:gateway.images.processes"),
+        ("and {} MiB of prepared images", "gateway.lifecycle:IMAGE_CACHE_BYTES/MiB"),
     ],
     "operator/security.md": [
         ("with {} s for clocks that differ", "gateway.identity.jwt_tokens:_LEEWAY_S"),
@@ -279,6 +280,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
         ("remembers the uses of {}\nevicted ones", "store.index.eviction:GHOSTS_PER_CHUNK/words"),
     ],
     "contributor/caches-and-queues.md": [
+        ("salt and digest; {} MiB |", "gateway.lifecycle:IMAGE_CACHE_BYTES/MiB"),
         ("| {} workers that went away |", "router.engine_losses:MAX_VANISHED"),
         ("tenant, prompt and sampling; {}, 5 minutes", "link.request_quarantine:MAX_QUARANTINED"),
         ("a number of the worker's; {} |", "worker.quarantine_relay:MAX_ASKED"),

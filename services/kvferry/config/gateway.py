@@ -56,7 +56,6 @@ class ImagesConfig(Section):
     max_pixels: int = Field(16 << 20, ge=1, le=128 << 20)
     # Files and prepared images of all requests in flight, those of a request once for each of its choices.
     max_pending_mib: int = Field(512, ge=1)
-    cache_mib: int = Field(128, ge=0)  # prepared images that are kept, each for requests of the same tenant and salt
     # Images are decoded and prepared in processes of their own; what exceeds this memory gets 400.
     processes: int = Field(2, ge=1, le=64)
     memory_mib: int = Field(1024, ge=64)

@@ -86,6 +86,7 @@ def key_of(path: Sequence[str | int]) -> str:
 # Limits that were settings, and the constants of kvferry that stand in their places.
 KEY_TO_CONSTANT = {
     "gateway.max_connections": "gateway.http.connection_limits.MAX_CONNECTIONS",
+    "gateway.images.cache_mib": "gateway.lifecycle.IMAGE_CACHE_BYTES",
     "tier.io_threads": "keeper.volumes.volume_io.NUM_IO_THREADS",
 }
 

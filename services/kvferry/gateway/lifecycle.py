@@ -64,6 +64,8 @@ from kvferry.util.log_limit import limit_log
 
 log = logging.getLogger(__name__)
 
+IMAGE_CACHE_BYTES = 128 << 20  # prepared images that are kept, each for requests of the same tenant and salt
+
 # GIL switch interval. Each write to a socket releases the GIL, and a thread that reads or renders a long body then
 # holds it for one interval: 64 intervals per turn of the loop with 64 streams. Python's default is 5 ms.
 SWITCH_INTERVAL_S = 0.00005
@@ -150,7 +152,7 @@ def _image_chats(
         image_identity(model_folder, config.model_dtype),
         num_processes=images.processes,
         max_prepared_bytes=MAX_PREPARED_BYTES,
-        cache_bytes=images.cache_mib << 20,
+        cache_bytes=IMAGE_CACHE_BYTES,
     )
 
 

@@ -184,7 +184,7 @@ is set. Empty: any, or the limit of its pods is enough.
 {{- $num := add (ternary 1 0 (ne (include "kvferry.servesDefault" .) "")) (len (.Values.config.models | default list)) -}}
 {{- $needed := add 811 $bodies $tokens (mul $num 356) -}}
 {{- if and $images (ne (int (dig "max_per_request" 8 $images)) 0) (include "kvferry.servesDefault" .) -}}
-{{- $needed = add $needed 811 (mul ($images.processes | default 2) ($images.memory_mib | default 1024)) ($images.max_pending_mib | default 512) (int (dig "cache_mib" 128 $images)) -}}
+{{- $needed = add $needed 811 (mul ($images.processes | default 2) ($images.memory_mib | default 1024)) ($images.max_pending_mib | default 512) 128 -}}
 {{- end -}}
 {{- $limit := include "kvferry.mebibytes" (dig "limits" "memory" "" .Values.gateway.resources) | int64 -}}
 {{- if and (eq (dig "engine" "kind" "vllm" .Values.config) "vllm") (gt $limit 0) (lt $limit (int64 $needed)) -}}
