@@ -44,6 +44,7 @@ pytestmark = [
 from PIL import Image  # noqa: E402  of vLLM's dependencies
 
 MAX_PIXELS = 1 << 20
+REFUSED = "refuse me"  # by the chat template
 CONFIG: Mapping[str, Any] = {
     "model": {"tool_parser": "hermes"},
     "gateway": {"images": {"processes": 1, "max_pixels": MAX_PIXELS, "max_per_request": 64, "memory_mib": 512}},
@@ -55,9 +56,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_image_model("idefics3", tmp_path_factory.mktemp("idefics3")))
 
 
+@pytest.fixture(scope="module")
+def template(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file with the model's own template, which also refuses what has REFUSED."""
+    file = tmp_path_factory.mktemp("template") / "chat.jinja"
+    refusal = f"{{% if '{REFUSED}' in messages|string %}}{{{{ raise_exception('no answers today') }}}}{{% endif %}}"
+    file.write_text(refusal + Path(folder, "chat_template.jinja").read_text())
+    return file
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def renderer(folder: str, without_wall_limits: None) -> AsyncIterator[VllmRenderer]:
-    made = await asyncio.to_thread(build_renderer, configuration.parse(CONFIG), folder)
+async def renderer(folder: str, template: Path, without_wall_limits: None) -> AsyncIterator[VllmRenderer]:
+    config = configuration.parse({**CONFIG, "model": {**CONFIG["model"], "chat_template": str(template)}})
+    made = await asyncio.to_thread(build_renderer, config, folder)
     assert isinstance(made, VllmRenderer)
     assert made.takes_images
     made.start()
@@ -240,13 +251,21 @@ def png_of(width: int, height: int, data: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
-def bomb(kind: bytes) -> bytes:
-    """A small picture with a chunk that grows to 1 GiB."""
+def bomb(kind: bytes, num_mib: int = 1024) -> bytes:
+    """Return a small picture with a chunk that grows to `num_mib`."""
     file = png_of(1, 1, zlib.compress(b"\0\0\0\0"))
-    grown = zlib.compressobj(9)
-    content = b"a\0\0" + b"".join(grown.compress(bytes(1 << 20)) for _ in range(1024)) + grown.flush()
+    packer = zlib.compressobj(9)
+    head, part = packer.compress(b""), packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    # A part refers to nothing before it, so that one compressed part repeats. Adler-32 of zeros is their number and 1.
+    checksum = struct.pack(">HH", (num_mib << 20) % 65521, 1)
+    content = b"a\0\0" + head + part * num_mib + packer.flush()[:-4] + checksum
     body = kind + content
     return file[:33] + struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body)) + file[33:]
+
+
+async def test_a_bomb_grows_to_what_it_says() -> None:
+    text = bomb(b"zTXt", 3)[41:].removeprefix(b"a\0\0")
+    assert zlib.decompressobj().decompress(text) == bytes(3 << 20)
 
 
 HOSTILE: Mapping[str, tuple[bytes | Callable[[], bytes], str]] = {
@@ -353,22 +372,11 @@ async def test_a_folder_without_an_image_processor_is_refused_when_the_gateway_s
 
 
 @pytest.mark.parametrize("has_image", [False, True])
-async def test_a_template_s_refusal_says_that_it_is_the_template_s(
-    folder: str, tmp_path: Path, has_image: bool
-) -> None:
-    file = tmp_path / "chat.jinja"
-    # Not of the gateway's own message, without which it would not start.
-    own = "messages|length == 1 and 'warmup' in messages[0].content|string"
-    file.write_text("{% if not (" + own + ") %}{{ raise_exception('no answers today') }}{% endif %}")
-    config = configuration.parse({**CONFIG, "model": {"chat_template": str(file)}})
-    made = await asyncio.to_thread(build_renderer, config, folder)
-    assert isinstance(made, VllmRenderer)
-    made.start()
-    try:
-        with pytest.raises(InvalidRequest) as refused:
-            await render(made, *([FORMATS["png"]] if has_image else []))
-    finally:
-        await made.close()
+async def test_a_template_s_refusal_says_that_it_is_the_template_s(renderer: VllmRenderer, has_image: bool) -> None:
+    images = [ChatImage(FORMATS["png"], "messages[0].content[1]")] if has_image else []
+    content = [{"type": "text", "text": REFUSED}, *({"type": "image_url"} for _ in images)]
+    with pytest.raises(InvalidRequest) as refused:
+        await renderer.render_chat({"messages": [{"role": "user", "content": content}], "max_tokens": 8}, images)
     assert refused.value.message == "messages: the model's chat template refuses them: no answers today"
     assert refused.value.param == "messages"
 
@@ -383,30 +391,23 @@ async def test_a_gateway_does_not_start_with_a_template_that_refuses_all_and_nam
         await asyncio.to_thread(build_renderer, config, folder)
 
 
-async def test_texts_and_images_keep_the_template_that_the_gateway_read(folder: str, tmp_path: Path) -> None:
-    template = (
-        "{% for message in messages %}{% for part in message.content %}"
-        "{% if part.type == 'text' %}{{ part.text }}{% else %}<image>{% endif %}{% endfor %}{% endfor %}"
-    )
-    file = tmp_path / "chat.jinja"
-    file.write_text(template)
-    config = configuration.parse({**CONFIG, "model": {"chat_template": str(file)}})
-    made = await asyncio.to_thread(build_renderer, config, folder)
-    assert isinstance(made, VllmRenderer)
-    assert made._images is not None
-    made.start()
-    try:
-        text = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
-        before = await made.render_chat(dict(text)), await render(made, FORMATS["png"])
-        file.write_text("another one {{ messages }}")
-        pid = made._images._process.pid
-        assert pid is not None
-        psutil.Process(pid).kill()
-        await until(lambda: made._images._process._process.reading.done())  # type: ignore[union-attr]
-        after = await made.render_chat(dict(text)), await render(made, FORMATS["png"])
-        assert made._images._process.pid not in (pid, None)
-    finally:
-        await made.close()
+def overwrite(template: Path) -> None:
+    """Replace the template for good: no process of these tests may read it again."""
+    template.write_text("another one {{ messages }}")
+
+
+async def test_texts_and_images_keep_the_template_that_the_gateway_read(
+    renderer: VllmRenderer, chats: ImageChats, template: Path
+) -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
+    before = await renderer.render_chat(dict(body)), await render(renderer, FORMATS["png"])
+    pid = chats._process.pid
+    assert pid is not None
+    overwrite(template)
+    psutil.Process(pid).kill()
+    await until(lambda: chats._process._process.reading.done())  # type: ignore[union-attr]
+    after = await renderer.render_chat(dict(body)), await render(renderer, FORMATS["png"])
+    assert chats._process.pid not in (pid, None)
     for one, other in zip(before, after, strict=True):
         assert one.token_ids == other.token_ids
 
