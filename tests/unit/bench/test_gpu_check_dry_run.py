@@ -27,11 +27,14 @@ def test_a_part_could_run(part: Part, tmp_path: Path) -> None:
         ({"environ": {"KVFERRY_TEST_DEVICE": "cpu"}}, "registers memory of 'cpu'"),
         ({"command": ("-m", "bench.no_such_module"), "kind": "bench"}, "No module named bench.no_such_module"),
         ({"command": ("-m", "bench.kv_transfer", "--tokens", "no"), "kind": "bench"}, "is no list of numbers"),
-        ({"command": ("-m", "pytest", "tests/model/test_exactness.py", "-k", "no_such_test")}, "ends with 5"),
+        (
+            {"command": ("-m", "pytest", "tests/unit/test_task_set.py", "-k", "no_such_test"), "kind": "tests"},
+            "ends with 5",
+        ),
     ],
 )
 def test_a_part_that_could_not_is_named(values: dict[str, object], fault: str, tmp_path: Path) -> None:
-    part = Part("p", "", "tests", ("-m", "pytest", "tests/unit/test_task_set.py"), 60)
+    part = Part("p", "", "bench", ("-c", ""), 60)  # a command that ends at once: most of these faults are of values
     changed = Part(**{name: getattr(part, name) for name in Part.__dataclass_fields__} | values)  # type: ignore[arg-type]
     faults = faults_of(changed, tmp_path)
     assert bool(faults) == bool(fault), faults
