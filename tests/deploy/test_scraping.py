@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.config import ClusterConfig, GatewayConfig, MetricsConfig, TlsConfig, WorkerConfig
+from kvferry.config import ClusterConfig, GatewayConfig, MetricsConfig, MutualTlsConfig, TlsConfig, WorkerConfig
 from kvferry.errors import PermissionDenied
 from kvferry.gateway.identity.access import Access
 from kvferry.gateway.identity.tenants import Tenants
@@ -41,7 +41,7 @@ class Site:
             names = [item["key"] for item in mounted["secret"].get("items", [])] or list(data)
             for name in names:
                 self.write(mounted["name"], name, data[name])
-        self.internal = self.local(config.worker.tls)
+        self.internal = self.local(config.worker.tls, config.worker.tls.server_name)
         self.metrics = self.local(config.metrics.tls)
 
     def write(self, folder: str, name: str, content: str) -> Path:
@@ -50,7 +50,7 @@ class Site:
         file.write_bytes(base64.b64decode(content))
         return file
 
-    def local(self, tls: TlsConfig) -> TlsConfig:
+    def local(self, tls: MutualTlsConfig, server_name: str = "") -> TlsConfig:
         def moved(file: Path | None) -> Path:
             assert file is not None
             return self.folder / f"{file.parent.name}-tls" / file.name
@@ -59,7 +59,7 @@ class Site:
             cert_file=moved(tls.cert_file),
             key_file=moved(tls.key_file),
             ca_file=moved(tls.ca_file),
-            server_name=tls.server_name,
+            server_name=server_name,
         )
 
     def prometheus(self) -> TlsConfig:

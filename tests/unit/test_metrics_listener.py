@@ -98,8 +98,10 @@ async def test_with_tls_only_those_with_a_certificate_scrape(tmp_path: Path) -> 
 def test_off_loopback_it_needs_tls_or_a_word_of_the_operator(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metrics\.host: '0\.0\.0\.0'.*configure metrics\.tls"):
         parse({"metrics": {"host": "0.0.0.0"}})
-    tls = certificates(tmp_path, "ours").model_dump(mode="json")
+    tls = certificates(tmp_path, "ours").model_dump(mode="json", exclude={"server_name"})
     assert parse({"metrics": {"host": "0.0.0.0", "tls": tls}}).metrics.tls.enabled
+    with pytest.raises(ConfigError, match=r"metrics\.tls\.server_name: unknown key"):  # nothing of kvferry's dials it
+        parse({"metrics": {"tls": tls | {"server_name": "x"}}})
     assert parse({"metrics": {"host": "0.0.0.0"}, "insecure": ["metrics.host"]}).metrics.host == "0.0.0.0"
 
 

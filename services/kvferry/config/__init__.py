@@ -11,7 +11,7 @@ from kvferry.config.membership import MembershipConfig
 from kvferry.config.model import MAX_ADAPTERS, MAX_CONTEXT, AdapterConfig, AdaptersConfig, ModelConfig
 from kvferry.config.observability import MetricsConfig, TracingConfig
 from kvferry.config.reading import load, parse, put_flags
-from kvferry.config.section import ServerTlsConfig, TlsConfig
+from kvferry.config.section import MutualTlsConfig, ServerTlsConfig, TlsConfig
 from kvferry.config.tier import TierConfig, VolumeConfig
 from kvferry.config.workers import (
     DEFAULT_POOL,
@@ -32,8 +32,8 @@ from kvferry.config.workers import (
 __all__ = [
     "DEFAULT_POOL", "ENGINE_OF_THE_CLUSTER", "MAX_ADAPTERS", "MAX_CONTEXT", "MAX_POOLS", "ROLES", "AdapterConfig",
     "AdaptersConfig", "ClusterConfig", "EngineConfig", "GatewayConfig", "ImagesConfig", "JwtConfig",
-    "MembershipConfig", "MetricsConfig", "ModelConfig", "ModelEntryConfig", "PoolConfig", "RoleConfig",
-    "RoleEngineConfig", "ServerTlsConfig", "TierConfig", "TlsConfig", "TracingConfig", "VolumeConfig", "WorkerConfig",
-    "check_new_pool_name", "check_pool_name", "entry_of", "is_of_entry", "load", "parse", "put_flags",
+    "MembershipConfig", "MetricsConfig", "ModelConfig", "ModelEntryConfig", "MutualTlsConfig", "PoolConfig",
+    "RoleConfig", "RoleEngineConfig", "ServerTlsConfig", "TierConfig", "TlsConfig", "TracingConfig", "VolumeConfig",
+    "WorkerConfig", "check_new_pool_name", "check_pool_name", "entry_of", "is_of_entry", "load", "parse", "put_flags",
 ]
 # fmt: on

@@ -124,13 +124,9 @@ class GatewayConfig(Section):
         return self.keys_file is not None or self.tenants_in_etcd or self.jwt.enabled
 
     @model_validator(mode="after")
-    def _two_ports(self) -> GatewayConfig:
+    def _ports_and_bodies_fit(self) -> GatewayConfig:
         if self.http_port and self.http_port == self.grpc_port:
             raise ValueError(f"http_port and grpc_port are both {self.http_port}; each needs its own")
-        return self
-
-    @model_validator(mode="after")
-    def _largest_body_fits(self) -> GatewayConfig:
         if self.max_pending_body_bytes < self.max_body_bytes:
             raise ValueError(
                 f"max_pending_body_bytes ({self.max_pending_body_bytes}) must be at least max_body_bytes "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from kvferry.config.section import Section, TlsConfig
+from kvferry.config.section import MutualTlsConfig, Section
 
 
 class MetricsConfig(Section):
@@ -20,7 +20,7 @@ class MetricsConfig(Section):
     worker_port: int = Field(0, ge=0, le=65520)
     keeper_port: int = Field(0, ge=0, le=65520)
     # Mutual: Prometheus shows a certificate of ca_file, not always worker.tls's.
-    tls: TlsConfig = Field(default_factory=TlsConfig)
+    tls: MutualTlsConfig = Field(default_factory=MutualTlsConfig)
 
 
 class TracingConfig(Section):

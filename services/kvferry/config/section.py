@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
@@ -27,25 +27,34 @@ def absolute(path: Path) -> Path:
 AbsolutePath = Annotated[Path, AfterValidator(absolute)]
 
 
-class TlsConfig(Section):
+class MutualTlsConfig(Section):
     """Mutual TLS: each side shows `cert_file` and accepts certificates of `ca_file`. Set all three files or none."""
 
     cert_file: Path | None = None
     key_file: Path | None = None
     ca_file: Path | None = None
-    server_name: str = ""  # the name every worker's certificate carries; empty: the address that is dialled
 
     @property
     def enabled(self) -> bool:
         return self.cert_file is not None
 
     @model_validator(mode="after")
-    def _all_or_none(self) -> TlsConfig:
+    def _all_or_none(self) -> Self:
         files = {"cert_file": self.cert_file, "key_file": self.key_file, "ca_file": self.ca_file}
         missing = [name for name, file in files.items() if file is None]
         if missing and len(missing) < len(files):
             raise ValueError(f"cert_file, key_file and ca_file go together; missing: {', '.join(missing)}")
-        if missing and self.server_name:
+        return self
+
+
+class TlsConfig(MutualTlsConfig):
+    """Mutual TLS of members: all three files, or none."""
+
+    server_name: str = ""  # the name every worker's certificate carries; empty: the address that is dialled
+
+    @model_validator(mode="after")
+    def _name_needs_files(self) -> Self:
+        if self.server_name and not self.enabled:
             raise ValueError("server_name needs cert_file, key_file and ca_file")
         return self
 

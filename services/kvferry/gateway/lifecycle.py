@@ -64,8 +64,6 @@ from kvferry.util.log_limit import limit_log
 
 log = logging.getLogger(__name__)
 
-IMAGE_CACHE_BYTES = 128 << 20  # prepared images that are kept, each for requests of the same tenant and salt
-
 # GIL switch interval. Each write to a socket releases the GIL, and a thread that reads or renders a long body then
 # holds it for one interval: 64 intervals per turn of the loop with 64 streams. Python's default is 5 ms.
 SWITCH_INTERVAL_S = 0.00005
@@ -74,6 +72,7 @@ SWITCH_INTERVAL_S = 0.00005
 # hundreds of streams are written: of 256 clients that came at once the last waited 0.8 s to be read. So the socket is
 # registered this many times.
 ACCEPTS_PER_TURN = 32
+IMAGE_CACHE_BYTES = 128 << 20  # prepared images that are kept, each for requests of the same tenant and salt
 
 MAX_NAMED = 16  # workers in each list of /readyz
 

@@ -66,7 +66,7 @@ holds no counts but 0 and 1, so that changing them restarts nobody. As YAML.
 {{- $_ := set $config "tier" (merge $tier (default dict $config.tier)) -}}
 {{- end -}}
 {{- if $v.monitoring.members.enabled -}}
-{{- $_ := set $config "metrics" (dict "host" "auto" "gateway_port" 9400 "worker_port" 9420 "keeper_port" 9440 "tls" (merge (dict "ca_file" "/etc/kvferry/tls/metrics/ca.crt") $tls)) -}}
+{{- $_ := set $config "metrics" (dict "host" "auto" "gateway_port" 9400 "worker_port" 9420 "keeper_port" 9440 "tls" (merge (dict "ca_file" "/etc/kvferry/tls/metrics/ca.crt") (omit $tls "server_name"))) -}}
 {{- end -}}
 {{- toYaml $config -}}
 {{- end -}}
