@@ -10,7 +10,7 @@ from kvferry.errors import Overloaded
 
 log = logging.getLogger(__name__)
 
-# Of a gateway over HTTP, and as many again over gRPC; the process's limit of open files is raised for them.
+# A gateway accepts as many over HTTP, and as many again over gRPC; the process's limit of open files is raised for it.
 MAX_CONNECTIONS = 8192
 # Descriptors that a gateway needs beside its clients' connections: links, etcd, logs, listeners.
 _OTHER_DESCRIPTORS = 512
