@@ -16,7 +16,7 @@ from ray.serve.schema import ServeDeploySchema
 from kvferry import app
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
-from support.chart import chart_rules, helm_check, newest_helm, one, write_values
+from support.chart import chart_rules, helm_check, newest_helm, one, rendering, write_values
 from support.kuberay_model import written_back
 
 Document = dict[str, Any]
@@ -52,9 +52,8 @@ VALUES: Document = {
 NO_DEFAULT: Document = {"roles": {role: {"replicas": 0} for role in ("prefill", "decode")}}
 
 
-def render(folder: Path, *changes: Document) -> list[Document]:
-    rendered: list[Document] = newest_helm().documents(values=write_values(folder, merged(VALUES, *changes)))
-    return rendered
+def render(*changes: Document) -> list[Document]:
+    return rendering(merged(VALUES, *changes))
 
 
 def groups_of(rendered: list[Document]) -> dict[str, Document]:
@@ -88,8 +87,8 @@ def deployments(args: Document) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["deployment", "serve"])
-def test_each_model_has_pods_of_its_own(tmp_path: Path, mode: str) -> None:
-    rendered = render(tmp_path, {"gateway": {"mode": mode}})
+def test_each_model_has_pods_of_its_own(mode: str) -> None:
+    rendered = render({"gateway": {"mode": mode}})
     for document in rendered:
         helm_check.validate(document)
     assert chart_rules.faults(rendered) == []
@@ -115,8 +114,8 @@ def test_each_model_has_pods_of_its_own(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["deployment", "serve"])
-def test_serve_makes_each_model_s_workers_where_its_pods_are(tmp_path: Path, mode: str) -> None:
-    rendered = render(tmp_path, {"gateway": {"mode": mode}})
+def test_serve_makes_each_model_s_workers_where_its_pods_are(mode: str) -> None:
+    rendered = render({"gateway": {"mode": mode}})
     groups, whole = groups_of(rendered), config_of(rendered)
     found = {}
     for application in applications_of(rendered).values():
@@ -161,10 +160,10 @@ def test_serve_makes_each_model_s_workers_where_its_pods_are(tmp_path: Path, mod
         ({"config": {"gateway": {"max_queued_requests": 7}}}, {"", "chat", "small"}),
     ],
 )
-def test_a_change_replaces_the_workers_of_its_model_alone(tmp_path: Path, change: Document, replaced: set[str]) -> None:
+def test_a_change_replaces_the_workers_of_its_model_alone(change: Document, replaced: set[str]) -> None:
     for mode in ("deployment", "serve"):
-        before = render(tmp_path, {"gateway": {"mode": mode}})
-        after = render(tmp_path, {"gateway": {"mode": mode}}, change)
+        before = render({"gateway": {"mode": mode}})
+        after = render({"gateway": {"mode": mode}}, change)
         old, new = versions_of(before), versions_of(after)
         names = {f"kvferry-model-{entry}" if entry else "kvferry" for entry in replaced}
         assert {name for name in new if old.get(name) != new[name]} == names
@@ -177,21 +176,21 @@ def test_a_change_replaces_the_workers_of_its_model_alone(tmp_path: Path, change
         assert all(templates[1][name] == digest for name, digest in templates[0].items())
 
 
-def test_an_entry_that_goes_takes_its_groups_and_its_application(tmp_path: Path) -> None:
-    before = render(tmp_path)
+def test_an_entry_that_goes_takes_its_groups_and_its_application() -> None:
+    before = render()
     shares = {"model": {"canary": {"small": 5}}, "models": [SMALL]}
     values = merged(VALUES, {"config": shares})
     values["config"]["model"]["canary"] = {"small": 5}
     del values["roles"]["models"]["chat"]
-    after: list[Document] = newest_helm().documents(values=write_values(tmp_path, values))
+    after = rendering(values)
     assert set(groups_of(before)) - set(groups_of(after)) == {"prefill-chat", "decode-chat"}
     old, new = versions_of(before), versions_of(after)
     assert old.keys() - new.keys() == {"kvferry-model-chat"}
     assert new.items() <= old.items()
 
 
-def test_serve_s_gateways_follow_models_and_counts(tmp_path: Path) -> None:
-    rendered = render(tmp_path, {"gateway": {"mode": "serve"}})
+def test_serve_s_gateways_follow_models_and_counts() -> None:
+    rendered = render({"gateway": {"mode": "serve"}})
     (gateway,) = (each for each in applications_of(rendered)["kvferry"]["deployments"] if each["name"] == "Gateway")
     values = deployments(applications_of(rendered)["kvferry"]["args"])["Gateway"].init_args[0]
     followed = configuration.parse(app.gateway_values(values, gateway["user_config"]))
@@ -211,7 +210,7 @@ def test_all_models_may_be_entries(tmp_path: Path, mode: str) -> None:
     values = merged(VALUES, NO_DEFAULT, changes)
     # The chart's default, a model of the hub, which nobody may download then.
     values["config"]["model"] = {}
-    rendered: list[Document] = newest_helm().documents(values=write_values(tmp_path, values))
+    rendered = rendering(values)
     assert "hf" not in json.dumps(rendered).split('"')
     names = {"kvferry-model-chat", "kvferry-model-small"} | ({"kvferry"} if mode == "serve" else set())
     assert applications_of(rendered).keys() == names
@@ -227,7 +226,7 @@ def test_all_models_may_be_entries(tmp_path: Path, mode: str) -> None:
     assert '"model": "chat"' in newest_helm().notes(values=write_values(tmp_path, values))
 
 
-def test_entries_of_the_weights_volume_wait_for_their_folder(tmp_path: Path) -> None:
+def test_entries_of_the_weights_volume_wait_for_their_folder() -> None:
     values: Document = {
         "config": {
             "model": {"path": "acme/base", "revision": "v1"},
@@ -235,7 +234,7 @@ def test_entries_of_the_weights_volume_wait_for_their_folder(tmp_path: Path) -> 
         },
         "model": {"weights": {"enabled": True, "also": [{"path": "acme/chat", "revision": "v2"}]}},
     }
-    rendered: list[Document] = newest_helm().documents(values=write_values(tmp_path, values))
+    rendered = rendering(values)
     args = applications_of(rendered)["kvferry-model-chat"]["args"]
     assert args["hub_model"] == {"name": "acme/chat", "revision": "v2"}
     for deployment in deployments(args).values():
@@ -259,7 +258,7 @@ def test_each_group_has_a_folder_of_a_node_s_volume_and_the_tier_that_its_entry_
     values["roles"] = {"models": {"chat": {"decode": {"workersPerPod": 2, "memoryGiB": 20}}}}
     volume = {"name": "nvme0", "capacityGiB": 10, "hostPath": "/mnt/nvme0"}
     values["tier"] = {"enabled": True, "cpuGiB": 2, "volumes": [volume], "encryptionKeysSecret": "k"}
-    rendered: list[Document] = newest_helm().documents(values=write_values(tmp_path, values))
+    rendered = rendering(values)
     for document in rendered:
         helm_check.validate(document)
     places, shared = {}, {}
@@ -278,19 +277,19 @@ def test_each_group_has_a_folder_of_a_node_s_volume_and_the_tier_that_its_entry_
     assert "/mnt/nvme0/prefill /mnt/nvme0/decode /mnt/nvme0/prefill-chat /mnt/nvme0/decode-chat\n" in notes
 
 
-def test_the_values_of_the_page_are_taken(tmp_path: Path) -> None:
+def test_the_values_of_the_page_are_taken() -> None:
     page = (helm_check.ROOT / "docs" / "operator" / "models-in-a-cluster.md").read_text()
     text = page.partition("## With the chart")[2].partition("```yaml\n")[2].partition("```")[0]
-    rendered: list[Document] = newest_helm().documents(values=write_values(tmp_path, yaml.safe_load(text)))
+    rendered = rendering(yaml.safe_load(text))
     assert config_of(rendered).names == ["qwen3-8b", "Qwen/Qwen3-32B", "small"]
     counts = {name: group["replicas"] for name, group in groups_of(rendered).items()}
     assert counts == {"prefill": 1, "decode": 1, "prefill-chat": 2, "decode-chat": 4, "decode-small": 1}
 
 
-def test_sixteen_entries_are_the_most(tmp_path: Path) -> None:
+def test_sixteen_entries_are_the_most() -> None:
     entries = [{"name": f"m{number}", "model": {"path": f"/models/m{number}"}} for number in range(16)]
     values = {"config": {"model": {"path": "/models/m"}, "models": entries}, "model": VALUES["model"]}
-    rendered: list[Document] = newest_helm().documents(values=write_values(tmp_path, values))
+    rendered = rendering(values)
     assert len(groups_of(rendered)) == 34
     assert len(applications_of(rendered)) == 17
     assert len(config_of(rendered).models) == 16
