@@ -14,11 +14,9 @@ import msgspec
 import pytest
 
 from kvferry import config as configuration
-from kvferry.engine.base import Sampling
 from kvferry.errors import KvferryError
 from kvferry.membership.base import MemberKind
 from kvferry.router import dispatch
-from kvferry.router.dispatch import prompt_only
 from kvferry.worker import lifecycle as worker_host
 from kvferry.worker.lifecycle import WorkerHost
 from kvferry_sim import Faults, SimEngine, kv_fetch
@@ -576,11 +574,6 @@ async def test_a_prompt_that_is_computed_just_after_its_time_ran_out_is_given_ba
             await cluster.until_quiet()
         finally:
             await relay.stop()
-
-
-def test_nothing_but_its_length_ends_a_prefill() -> None:
-    asked = Sampling(max_tokens=9, min_tokens=3, logprobs=2, stop=("a",), stop_token_ids=(1,), bad_words=("b",), seed=4)
-    assert prompt_only(asked) == Sampling(max_tokens=1, ignore_eos=True, seed=4)
 
 
 def with_block_size(cluster: SimCluster, block_size: int) -> configuration.ClusterConfig:

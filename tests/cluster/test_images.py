@@ -22,6 +22,7 @@ from kvferry.errors import InvalidRequest, NoDecodeWorker, Overloaded, PagesNotM
 from kvferry.link.identity.protocol import FEATURES, IMAGES, Identity
 from kvferry.link.image_room import ImageRoom, WaitingImages
 from kvferry.membership.base import MemberKind
+from kvferry.router.request import Prompt, Request
 from kvferry.router.request_record import RequestRecord
 from kvferry_sim import Faults, SimEngine
 from support.waiting import until
@@ -29,9 +30,9 @@ from support.waiting import until
 from .conftest import SimCluster, running
 
 IMAGE = PromptImage("a" * 64, 3, 20, b"features")
-REQUEST = EngineRequest(
-    RequestId("r"), list(range(10, 60)), Sampling(max_tokens=8, temperature=0.0, ignore_eos=True), images=(IMAGE,)
-)
+SAMPLING = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+TEXT = Request(RequestId("r"), Prompt(list(range(10, 60))), SAMPLING)
+REQUEST = Request(RequestId("r"), Prompt(TEXT.prompt.token_ids, images=(IMAGE,)), SAMPLING)
 
 
 @dataclass
@@ -62,7 +63,7 @@ def seeing(monkeypatch: pytest.MonkeyPatch) -> Seeing:
     return state
 
 
-async def run(cluster: SimCluster, request: EngineRequest = REQUEST) -> tuple[list[int], RequestRecord]:
+async def run(cluster: SimCluster, request: Request = REQUEST) -> tuple[list[int], RequestRecord]:
     assert cluster.gateway is not None
     record, tokens = RequestRecord(), list[int]()
     await cluster.gateway._dispatcher.run(request, record, lambda output: tokens.extend(output.token_ids))
@@ -71,7 +72,7 @@ async def run(cluster: SimCluster, request: EngineRequest = REQUEST) -> tuple[li
 
 async def test_prefill_workers_get_the_features_and_decode_workers_do_not(seeing: Seeing) -> None:
     async with running(1, 1) as cluster:
-        expected, _ = await run(cluster, structs.replace(REQUEST, images=()))
+        expected, _ = await run(cluster, TEXT)
         seeing.requests.clear()
         tokens, record = await run(cluster)
         assert tokens == expected
@@ -85,7 +86,7 @@ async def test_prefill_workers_get_the_features_and_decode_workers_do_not(seeing
 
 async def test_another_prefill_worker_computes_pages_that_did_not_come(seeing: Seeing) -> None:
     async with running(2, 1) as cluster:
-        expected, _ = await run(cluster, structs.replace(REQUEST, images=()))
+        expected, _ = await run(cluster, TEXT)
         seeing.requests.clear()
         seeing.num_failing = 1
         tokens, record = await run(cluster)
@@ -98,7 +99,7 @@ async def test_another_prefill_worker_computes_pages_that_did_not_come(seeing: S
 
 async def test_a_decode_worker_encodes_only_where_no_prefill_worker_is_left(seeing: Seeing) -> None:
     async with running(1, 1) as cluster:
-        expected, _ = await run(cluster, structs.replace(REQUEST, images=()))
+        expected, _ = await run(cluster, TEXT)
         seeing.requests.clear()
         seeing.num_failing = 1
         tokens, _ = await run(cluster)
@@ -119,7 +120,7 @@ async def test_a_worker_of_an_older_release_gets_no_images(seeing: Seeing, monke
     async with running(1, 1) as cluster:
         with pytest.raises(NoDecodeWorker, match="that takes images is connected"):
             await run(cluster)
-        assert (await run(cluster, structs.replace(REQUEST, images=())))[0]
+        assert (await run(cluster, TEXT))[0]
         assert all(not request.images for _, request in seeing.requests)
 
 
@@ -142,7 +143,8 @@ async def test_images_that_wait_at_a_worker_have_a_limit(seeing: Seeing) -> None
 
 def test_a_request_larger_than_the_room_has_it_alone() -> None:
     def of(num_bytes: int) -> EngineRequest:
-        return structs.replace(REQUEST, images=(structs.replace(IMAGE, features=bytes(num_bytes)),))
+        image = structs.replace(IMAGE, features=bytes(num_bytes))
+        return EngineRequest(RequestId("r"), TEXT.prompt.token_ids, SAMPLING, images=(image,))
 
     room = ImageRoom(max_bytes=10)
     assert room.refusal(of(11)) is None

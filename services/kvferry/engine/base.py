@@ -64,6 +64,12 @@ class Sampling(msgspec.Struct, frozen=True):
     spaces_between_special_tokens: bool = True
     structured_outputs: str = ""
 
+    def with_seed(self, seed: int | None) -> Sampling:
+        return self if seed == self.seed else structs.replace(self, seed=seed)
+
+    def without_logprobs(self) -> Sampling:
+        return structs.replace(self, logprobs=None)
+
 
 class Continued(msgspec.Struct, frozen=True):
     """The part of an answer that a lost engine generated: the prompt's last `num_tokens` ids.
@@ -228,7 +234,11 @@ def validate_images(request: EngineRequest) -> None:
 def without_features(request: EngineRequest) -> EngineRequest:
     if not any(image.features for image in request.images):
         return request
-    return structs.replace(request, images=tuple(structs.replace(image, features=b"") for image in request.images))
+    return structs.replace(request, images=images_without_features(request.images))
+
+
+def images_without_features(images: tuple[PromptImage, ...]) -> tuple[PromptImage, ...]:
+    return tuple(PromptImage(image.digest, image.offset, image.num_tokens) for image in images)
 
 
 def features_bytes(request: EngineRequest) -> int:

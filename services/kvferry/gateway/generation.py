@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from kvferry.engine.base import (
     EngineOutput,
-    EngineRequest,
     FinishReason,
     TokenLogprob,
 )
@@ -22,6 +21,7 @@ from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.timeouts import TokenTimeouts
 from kvferry.link.remote_request import OnOutput, OnText
 from kvferry.router.dispatch import Dispatcher
+from kvferry.router.request import Request
 from kvferry.router.request_record import RequestRecord
 
 # Choices of an answer, and prompt tokens of theirs, that are dispatched in one turn of the event loop: placing one
@@ -46,7 +46,7 @@ class Generation:
     def __init__(
         self,
         answer_id: str,
-        requests: Sequence[EngineRequest],
+        requests: Sequence[Request],
         n: int,
         tenant: Tenant,
         dispatcher: Dispatcher,
@@ -64,10 +64,14 @@ class Generation:
         self._trace = trace
         span = trace.span if trace is not None else None
         if span is not None:
-            span.set({"kvferry.tenant": tenant.name, "kvferry.adapter": requests[0].adapter or None})
+            span.set({"kvferry.tenant": tenant.name, "kvferry.adapter": requests[0].prompt.adapter or None})
         self.records = [
             RequestRecord(
-                tenant=tenant.name, owner=tenant.cache_salt, pool=request.pool, adapter=request.adapter, trace=span
+                tenant=tenant.name,
+                owner=tenant.cache_salt,
+                pool=request.pool,
+                adapter=request.prompt.adapter,
+                trace=span,
             )
             for request in requests
         ]
@@ -126,14 +130,14 @@ class Generation:
             # Choices of a prompt share its pages: cached is what none of them had to compute.
             computed = [record for record in self.records[first : first + self._n] if record.is_computed]
             if computed:
-                usage.prompt_tokens += len(self.requests[first].prompt_token_ids)
+                usage.prompt_tokens += len(self.requests[first].prompt.token_ids)
                 usage.cached_tokens += min(record.num_cached_tokens for record in computed)
         return usage
 
     def num_admitted_tokens(self) -> int:
         """Return the prompt tokens that workers have computed or taken, for each choice as limits count them."""
         pairs = zip(self.requests, self.records, strict=True)
-        return sum(len(request.prompt_token_ids) for request, record in pairs if record.is_computed)
+        return sum(len(request.prompt.token_ids) for request, record in pairs if record.is_computed)
 
     def debug_values(self) -> dict[str, Any]:
         ttft_ms = None if self._first_token_s is None else round((self._first_token_s - self._started_s) * 1e3, 3)
@@ -154,7 +158,7 @@ class Generation:
             for index, sink in enumerate(sinks):
                 tasks.append(asyncio.create_task(self._dispatch(index, sink)))
                 num_choices += 1
-                num_tokens += len(self.requests[index].prompt_token_ids)
+                num_tokens += len(self.requests[index].prompt.token_ids)
                 if num_choices == DISPATCHED_AT_ONCE or num_tokens >= TOKENS_AT_ONCE:
                     num_choices = num_tokens = 0
                     await asyncio.sleep(0)

@@ -8,10 +8,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec import structs
-
 from kvferry.config import is_of_entry
-from kvferry.engine.base import Asker, CacheSalt, EngineRequest, RenderedPrompt, Renderer, RequestId, TierHints
+from kvferry.engine.base import Asker, CacheSalt, RenderedPrompt, Renderer, RequestId
 from kvferry.gateway.admission import Claim
 from kvferry.gateway.bodies.chat_images import ChatImages, image_parts
 from kvferry.gateway.bodies.openai_bodies import ChatBody, CompletionBody, num_prompts
@@ -23,6 +21,7 @@ from kvferry.gateway.models import AdapterNames, Models, Route
 from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.timeouts import TokenTimeouts
 from kvferry.router.dispatch import Dispatcher
+from kvferry.router.request import Prompt, Request
 
 Body = ChatBody | CompletionBody
 
@@ -78,8 +77,6 @@ class Intake:
                 # Images were tested with the default model alone.
                 takes_images = renderer.takes_images and not is_of_entry(route.pool)
                 images = await self._images.load(messages, claim, takes_images=takes_images)
-                if images:
-                    body = structs.replace(body, messages=messages)  # without the URLs
                 rendered = [_without_hidden_logprobs(body, await renderer.render_chat(fields, images, asker=asker))]
             else:
                 rendered = list(await renderer.render_completion(fields, asker=asker))
@@ -130,42 +127,33 @@ class Intake:
         tenant: Tenant,
         route: Route,
         deadline_s: float | None,
-    ) -> list[EngineRequest]:
-        """Return `n` requests per prompt in OpenAI's order, with different seeds.
-
-        Tokens are arrays, which halves the time of route keys.
-        """
+    ) -> list[Request]:
+        """Return `n` requests per prompt in OpenAI's order, with different seeds."""
         adapter = self._dispatcher.adapter_key(route.adapter, route.pool) if route.adapter else ""
         salt: str = salt_of(tenant, body.cache_salt)
         if is_of_entry(route.pool):
             # Models have tokens in common: without this, pages of one would be looked for under the keys of another.
             salt = f"{route.pool}/{salt}"
-        tier = tenant.tier
         if body.wanted_s is not None:
-            tier = structs.replace(tier or TierHints(), wanted_s=body.wanted_s)
             self._metrics.hinted_requests.labels("wanted" if body.wanted_s else "end").inc()
         if deadline_s is None:
             deadline_s = time.monotonic() + self._dispatcher.request_timeout_s
-        requests: list[EngineRequest] = []
-        for prompt in rendered:
-            token_ids = prompt.token_ids if isinstance(prompt.token_ids, array) else array("I", prompt.token_ids)
+        requests: list[Request] = []
+        for one in rendered:
+            token_ids = one.token_ids if isinstance(one.token_ids, array) else array("I", one.token_ids)
+            prompt = Prompt(token_ids, salt, adapter, one.images)
             for i in range(body.n or 1):
-                sampling = prompt.sampling
-                if sampling.seed is not None and i:
-                    sampling = structs.replace(sampling, seed=_wrap_int64(sampling.seed + i))
+                seed = one.sampling.seed
                 requests.append(
-                    EngineRequest(
+                    Request(
                         RequestId(f"{answer_id}-{len(requests)}"),
-                        token_ids,
-                        sampling,
-                        cache_salt=salt,
-                        parse=prompt.parse,
-                        tier=tier,
-                        deadline_s=deadline_s,
-                        turn=tenant.turn,
-                        pool=route.pool,
-                        adapter=adapter,
-                        images=prompt.images,
+                        prompt,
+                        one.sampling.with_seed(_wrap_int64(seed + i) if seed is not None else None),
+                        one.parse,
+                        tenant.contract,
+                        body.wanted_s,
+                        deadline_s,
+                        route.pool,
                     )
                 )
         return requests
@@ -183,7 +171,8 @@ def _without_hidden_logprobs(body: ChatBody, rendered: RenderedPrompt) -> Render
     if rendered.parse is None or body.include_reasoning is not False or rendered.sampling.logprobs is None:
         return rendered
     # Log-probabilities would reveal the tokens of the reasoning that is left out.
-    return structs.replace(rendered, sampling=structs.replace(rendered.sampling, logprobs=None))
+    sampling = rendered.sampling.without_logprobs()
+    return RenderedPrompt(rendered.token_ids, sampling, rendered.text, rendered.parse, rendered.images)
 
 
 async def _token_ids(renderer: Renderer, body: Body, fields: dict[str, Any], asker: Asker) -> Sequence[int]:

@@ -10,11 +10,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvferry.engine.base import EngineOutput, EngineRequest
+from kvferry.engine.base import EngineOutput
 from kvferry.errors import KvferryError
 from kvferry.gateway.bodies.openai_bodies import ChatBody, CompletionBody
 from kvferry.link.remote_request import OnOutput, OnText
 from kvferry.observability.tracing import TRACEPARENT, TRACESTATE, Attributes, Span, Tracing, error_type
+from kvferry.router.request import Request
 
 _ENDPOINT_TO_OPERATION = {"chat_completions": "chat", "completions": "text_completion"}
 
@@ -71,7 +72,7 @@ class RequestTrace:
         self,
         answer_id: str,
         body: ChatBody | CompletionBody,
-        requests: Sequence[EngineRequest],
+        requests: Sequence[Request],
         begun_ns: int,
         model: str,
     ) -> None:

@@ -10,18 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
-from msgspec import structs
-
 from kvferry.config import GatewayConfig
-from kvferry.engine.base import (
-    NO_SOURCES,
-    EngineOutput,
-    EngineRequest,
-    Sampling,
-    TierHints,
-    Turn,
-    without_features,
-)
+from kvferry.engine.base import NO_SOURCES, EngineOutput, EngineRequest
 from kvferry.errors import (
     EngineDead,
     KvferryError,
@@ -42,24 +32,22 @@ from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId
 from kvferry.observability.telemetry import FALLBACK_CAUSES
 from kvferry.observability.tracing import Span, end_after
-from kvferry.router.answer import AnswerSoFar
 from kvferry.router.engine_losses import EngineLosses, digest_of
 from kvferry.router.metrics import RouterMetrics
-from kvferry.router.placement import Placement
 from kvferry.router.placement_policy import Measured, Policy
 from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import NO_VOLUMES, VolumeCosts
+from kvferry.router.request import Answer, Request
 from kvferry.router.request_placer import (
     NOT_TRIED,
-    Attempt,
     KeptPages,
+    PlacedAttempt,
     RequestPlacer,
     Router,
     no_decode_worker,
 )
 from kvferry.router.request_record import RequestRecord, set_answer_attributes
 from kvferry.router.room_queue import ASK_AGAIN_S, RoomQueues
-from kvferry.router.volume_pool import volume_of
 from kvferry.router.worker_pool import WorkerPool
 from kvferry.wire.v1 import worker_pb2 as pb
 
@@ -68,8 +56,6 @@ log = logging.getLogger(__name__)
 NUM_RECENT = 2048  # requests that `kvferry explain` can ask for
 PREFILL_SHARE = 1 / 5  # of a request's time; then the decode worker computes the prompt itself
 MIN_STEPS = 8  # fewer say little about the time of a step
-
-_NO_HINTS = TierHints()
 
 
 class Dispatcher:
@@ -128,7 +114,7 @@ class Dispatcher:
 
     async def run(
         self,
-        request: EngineRequest,
+        request: Request,
         record: RequestRecord,
         on_output: OnOutput,
         on_text: OnText | None = None,
@@ -145,7 +131,7 @@ class Dispatcher:
         router = self._router
         try:
             router.refuse_quarantined(request)
-            answer = AnswerSoFar(request, on_output, record, on_text)
+            answer = Answer(request, on_output, record, on_text)
             await _RequestRun(router, answer, record, may_be_aggregated=may_be_aggregated).run()
         except KvferryError as error:
             record.error_code = error.code or ""
@@ -156,7 +142,7 @@ class Dispatcher:
                 await self._until_told(request)
             raise
 
-    def _put_in_quarantine(self, request: EngineRequest) -> None:
+    def _put_in_quarantine(self, request: Request) -> None:
         router, digest, now_s = self._router, digest_of(request), self._router.clock()
         if router.quarantine.contains(digest, now_s):
             return  # a copy of this request was first
@@ -166,7 +152,7 @@ class Dispatcher:
         self._telling[digest] = task = asyncio.create_task(told)
         task.add_done_callback(lambda _: self._telling.pop(digest, None))
 
-    async def _until_told(self, request: EngineRequest) -> None:
+    async def _until_told(self, request: Request) -> None:
         # A client that has the answer may ask another gateway at once, which would lose a further engine.
         if self._telling and (task := self._telling.get(digest_of(request))) is not None:
             await asyncio.shield(task)
@@ -183,7 +169,7 @@ class Dispatcher:
 
 
 class _RequestRun:
-    def __init__(self, router: Router, answer: AnswerSoFar, record: RequestRecord, *, may_be_aggregated: bool) -> None:
+    def __init__(self, router: Router, answer: Answer, record: RequestRecord, *, may_be_aggregated: bool) -> None:
         self._router = router
         self._answer = answer
         self._record = record
@@ -200,28 +186,25 @@ class _RequestRun:
 
     async def _try_once(self) -> bool:
         router, losses = self._router, self._placer.losses
-        request = self._answer.next_request()
         if router.losses.knows_blamed(router.clock()) and not losses.has_answered:
             router.losses.adopt_blame(self._placer.digest, losses)
-        is_resumed = bool(self._answer.token_ids)
-        if losses.is_suspect or is_resumed:
-            request = structs.replace(request, is_suspect=losses.is_suspect, is_resumed=is_resumed)
-        attempt = await self._placer.place(request)
+        self._answer.begin_attempt(is_suspect=losses.is_suspect)
+        attempt = await self._placer.place()
         try:
             if losses.is_suspect:
-                router.refuse_quarantined(request)  # a copy of it may have been the second one
+                router.refuse_quarantined(self._answer.request)  # a copy of it may have been the second one
                 router.losses.begin_trial(
                     self._placer.digest, losses, attempt.placement.prefill, attempt.placement.decode
                 )
             if attempt.placement.prefill is not None:
-                self._placer.kept = await self._prefill(attempt, request)
+                self._placer.kept = await self._prefill(attempt)
                 if self._placer.kept is None and self._placer.failed.may_prefill:
                     return False
             decode = router.workers.link(attempt.placement.decode)
             if decode is None:
                 self._placer.last_error = WorkerLost(f"worker {attempt.placement.decode} is gone")
                 return False
-            return await self._decode(attempt, request, decode)
+            return await self._decode(attempt, decode)
         finally:
             if attempt.place is not None:
                 attempt.place.release()
@@ -230,26 +213,17 @@ class _RequestRun:
 
     # Prefill
 
-    async def _prefill(self, attempt: Attempt, request: EngineRequest) -> KeptPages | None:
+    async def _prefill(self, attempt: PlacedAttempt) -> KeptPages | None:
         worker = attempt.placement.prefill
         assert worker is not None
-        prompt = structs.replace(
-            request,
-            sampling=prompt_only(request.sampling),
-            keep_for_transfer=True,
-            continued=None,
-            parse=None,
-            tier=tier_hints(attempt.placement, request.tier),
-            turn=turn_at(attempt.placement, request.turn),
-        )
         span = self._record.begin_span("prefill", worker)
-        if span is not None:
-            prompt = structs.replace(prompt, trace=span.context)
+        trace = span.context if span is not None else None
         with end_after(span):
+            prompt = self._answer.prompt_request(attempt.placement, trace)
             return await self._prefill_on(worker, attempt, prompt, span)
 
     async def _prefill_on(
-        self, worker: MemberId, attempt: Attempt, prompt: EngineRequest, span: Span | None
+        self, worker: MemberId, attempt: PlacedAttempt, prompt: EngineRequest, span: Span | None
     ) -> KeptPages | None:
         router, record = self._router, self._record
         began_s = router.clock()
@@ -262,7 +236,7 @@ class _RequestRun:
                 last = await self._last_output(link, prompt)
         except TimeoutError:
             self._placer.failed.give_up_prefill()
-            self._note_fallback(worker, "timeout", f"prefill took over {router.prefill_timeout_s:g} s", prompt, span)
+            self._note_fallback(worker, "timeout", f"prefill took over {router.prefill_timeout_s:g} s", span)
             return None
         except (RequestError, Quarantined):
             raise
@@ -278,11 +252,11 @@ class _RequestRun:
         except KvferryError as error:
             self._placer.failed.add_prefill(link)
             cause = error.code if error.code in FALLBACK_CAUSES else "error"
-            self._note_fallback(worker, cause, error.message, prompt, span)
+            self._note_fallback(worker, cause, error.message, span)
             return None
         if last.transfer_params is None:
             self._placer.failed.give_up_prefill()
-            self._note_fallback(worker, "no_transfer", "the prefill engine kept nothing", prompt, span)
+            self._note_fallback(worker, "no_transfer", "the prefill engine kept nothing", span)
             return None
         record.prefill_worker = worker
         record.prefill_sources = last.sources or NO_SOURCES
@@ -335,10 +309,9 @@ class _RequestRun:
         finally:
             self._router.losses.end(engine, losses)
 
-    def _note_fallback(
-        self, worker: MemberId, cause: str, message: str, request: EngineRequest, span: Span | None
-    ) -> None:
-        log.warning("request %s: %s: %s; another worker computes the prompt", request.request_id, worker, message)
+    def _note_fallback(self, worker: MemberId, cause: str, message: str, span: Span | None) -> None:
+        request_id = self._answer.request_id
+        log.warning("request %s: %s: %s; another worker computes the prompt", request_id, worker, message)
         self._router.metrics.prefill_fallbacks.labels(cause=cause).inc()
         self._record.prefill_failure = message
         if span is not None:
@@ -346,31 +319,34 @@ class _RequestRun:
 
     # Decode
 
-    async def _decode(self, attempt: Attempt, request: EngineRequest, decode: WorkerLink) -> bool:
+    async def _decode(self, attempt: PlacedAttempt, decode: WorkerLink) -> bool:
         self._placer.failed.add(decode)
         self._record.decode_worker = decode.member.member_id
         attempt.submitted_s = self._router.clock()
         attempt.num_tokens_before = len(self._answer.token_ids)
-        self._answer.begin_attempt(lambda: self._on_first_output(attempt, remote))
+        self._answer.on_first_output(lambda: self._on_first_output(attempt, remote))
         span = self._record.begin_span("decode", decode.member.member_id)
-        # A worker that preempts an answer is where it goes on, mostly.
-        is_preemptible = request.turn is not None and CONTINUE in decode.features
-        if span is not None or is_preemptible:
-            trace = span.context if span is not None else None
-            request = structs.replace(request, trace=trace, is_preemptible=is_preemptible)
+        kept = self._placer.kept
+        request = self._answer.answer_request(
+            attempt.placement,
+            span.context if span is not None else None,
+            transfer_params=kept.params if kept is not None else None,
+            # A worker that preempts an answer is where it goes on, mostly.
+            may_preempt=CONTINUE in decode.features,
+        )
         remote: RemoteRequest | None = None
         try:
             with end_after(span):
                 # Between the end of the prefill and this submit nothing is awaited: once submitted, a cancel also
                 # reaches the prefill engine, which holds pages for this request.
                 remote = decode.submit(
-                    self._decode_request(attempt, request),
+                    request,
                     self._answer.on_output,
                     self._answer.on_text,
                     attempt.place,
                 )
-                if self._placer.kept is not None:
-                    self._placer.kept.is_given = True
+                if kept is not None:
+                    kept.is_given = True
                 with self._on_engine(decode):
                     last = await remote.wait()
                 attempt.num_generated = len(self._answer.token_ids)
@@ -397,17 +373,7 @@ class _RequestRun:
         if self._placer.losses.is_suspect and isinstance(error, Overloaded):
             await asyncio.sleep(ASK_AGAIN_S)
 
-    def _decode_request(self, attempt: Attempt, request: EngineRequest) -> EngineRequest:
-        if self._placer.kept is not None:
-            return structs.replace(without_features(request), transfer_params=self._placer.kept.params)
-        if attempt.placement.prefill is not None:
-            return request
-        hints, turn = tier_hints(attempt.placement, request.tier), turn_at(attempt.placement, request.turn)
-        if hints is request.tier and turn is request.turn:
-            return request
-        return structs.replace(request, tier=hints, turn=turn)
-
-    def _on_first_output(self, attempt: Attempt, remote: RemoteRequest | None) -> None:
+    def _on_first_output(self, attempt: PlacedAttempt, remote: RemoteRequest | None) -> None:
         self._record.note_first_output(remote.sources if remote is not None else None)
         attempt.first_output_s = self._router.clock()
         if self._placer.losses.is_suspect:
@@ -416,14 +382,14 @@ class _RequestRun:
         self._router.losses.end_trial(self._placer.losses)
         self._router.policy.first_token(attempt.id, attempt.first_output_s)
 
-    def _note_finished(self, attempt: Attempt, decode: WorkerLink, last: EngineOutput) -> None:
+    def _note_finished(self, attempt: PlacedAttempt, decode: WorkerLink, last: EngineOutput) -> None:
         if last.sources is not None:
             self._record.note_sources(last.sources, last, decode.member)
             self._router.metrics.transferred_pages.inc(self._record.transferred_pages)
         measured = self._measure(attempt, decode, last)
         self._router.policy.learn(decode.member.member_id, measured)
 
-    def _measure(self, attempt: Attempt, decode: WorkerLink, last: EngineOutput) -> Measured:
+    def _measure(self, attempt: PlacedAttempt, decode: WorkerLink, last: EngineOutput) -> Measured:
         now_s, submitted_s, first_s = self._router.clock(), attempt.submitted_s, attempt.first_output_s
         if first_s is None:
             first_s = now_s
@@ -487,37 +453,3 @@ def _release_orphan(link: WorkerLink, last: EngineOutput) -> None:
     # be reading them.
     if last.transfer_params is not None:
         link.release(last.transfer_params)
-
-
-def turn_at(placement: Placement, known: Turn | None) -> Turn | None:
-    """Return the turn with the tokens that the placement expects to be computed."""
-    if known is None or not isinstance(placement, Decision) or placement.missing_tokens == known.missing_tokens:
-        return known
-    return structs.replace(known, missing_tokens=placement.missing_tokens)
-
-
-def tier_hints(placement: Placement, known: TierHints | None) -> TierHints | None:
-    if not isinstance(placement, Decision):
-        return known
-    load = placement.load
-    if load.volume:
-        return structs.replace(known or _NO_HINTS, volumes={volume_of(load.volume): load.num_pages})
-    return structs.replace(known or _NO_HINTS, load=False) if load.skipped_pages else known
-
-
-def prompt_only(sampling: Sampling) -> Sampling:
-    # Everything that could end the request otherwise than by its length is off: the decode engine finds out whether the
-    # token ends the text. (vLLM's pull connector keeps pages of stopped requests too.)
-    return structs.replace(
-        sampling,
-        max_tokens=1,
-        min_tokens=0,
-        logprobs=None,
-        stop=(),
-        stop_token_ids=(),
-        ignore_eos=True,
-        structured_outputs="",
-        bad_words=(),
-        logit_bias={},
-        allowed_token_ids=(),
-    )

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
-from msgspec import structs
 
-from kvferry.engine.base import EngineRequest
 from kvferry.membership.base import MemberId
+from kvferry.router.request import Request
 
 # Then the request is refused, and not tried again.
 MAX_LOSSES = 2
@@ -265,21 +264,20 @@ class EngineLosses:
         await self._trial_ended.wait()
 
 
-def digest_of(request: EngineRequest) -> bytes:
+def digest_of(request: Request) -> bytes:
     """Digest of tenant, prompt, parameters, adapter and images.
 
     Seeds are left out: the choices of one body differ in them.
     """
-    digest = hashlib.sha256()
-    sampling = structs.replace(request.sampling, seed=None)
+    digest, prompt = hashlib.sha256(), request.prompt
     for part in (
-        request.cache_salt.encode(),
-        array("I", request.prompt_token_ids).tobytes(),
-        msgspec.msgpack.encode(sampling),
+        prompt.cache_salt.encode(),
+        array("I", prompt.token_ids).tobytes(),
+        msgspec.msgpack.encode(request.sampling.with_seed(None)),
         request.parse.request if request.parse is not None else b"",
         # Without an adapter and images the digest is what earlier releases have.
-        *([request.adapter.encode()] if request.adapter else []),
-        *([msgspec.msgpack.encode(request.image_spans)] if request.images else []),
+        *([prompt.adapter.encode()] if prompt.adapter else []),
+        *([msgspec.msgpack.encode(prompt.image_spans)] if prompt.images else []),
     ):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)

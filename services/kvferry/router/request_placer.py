@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.config import entry_of, is_of_entry
-from kvferry.engine.base import EngineRequest, RequestId, TransferParams
+from kvferry.engine.base import RequestId, TransferParams
 from kvferry.errors import KvferryError, NoDecodeWorker, Overloaded, Quarantined, UnavailableError
 from kvferry.link.identity.protocol import CONTINUE, IMAGES
 from kvferry.link.request_quarantine import QUARANTINE_S, Quarantine
 from kvferry.link.worker_link import Place, WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.pages.keys import page_images, route_keys, seed_of
-from kvferry.router.answer import AnswerSoFar
 from kvferry.router.engine_losses import EngineLosses, RequestLosses, digest_of
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement import Candidate, Placement, PlacementRequest, Reason, can_exchange, why_unequal
 from kvferry.router.placement_policy import Policy
 from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import VolumeCosts
+from kvferry.router.request import Answer, Request
 from kvferry.router.request_record import RequestRecord
 from kvferry.router.room_queue import RoomQueues
 from kvferry.router.worker_pool import WorkerPool
@@ -49,7 +49,7 @@ class Router:
     queue_timeout_s: float
     quarantine: Quarantine
 
-    def refuse_quarantined(self, request: EngineRequest) -> None:
+    def refuse_quarantined(self, request: Request) -> None:
         """Raises Quarantined."""
         if not self.quarantine.is_empty(self.clock()) and self.quarantine.contains(digest_of(request), self.clock()):
             self.metrics.quarantined.labels(when="again").inc()
@@ -66,7 +66,7 @@ class KeptPages:
 
 
 @dataclass(slots=True)
-class Attempt:
+class PlacedAttempt:
     id: RequestId
     placement: Placement
     place: Place | None = None  # on the decode worker, while a prefill worker computes the prompt
@@ -112,19 +112,21 @@ class RequestPlacer:
     `failed`, `losses` and `last_error` are of all attempts.
     """
 
-    def __init__(self, router: Router, answer: AnswerSoFar, record: RequestRecord, *, may_be_aggregated: bool) -> None:
+    def __init__(self, router: Router, answer: Answer, record: RequestRecord, *, may_be_aggregated: bool) -> None:
         self.failed = FailedWorkers()
         self.losses = RequestLosses()
         self.kept: KeptPages | None = None
         self.last_error: KvferryError | None = None
-        self.queue = router.queues.of(answer.request.pool)
-        self._pool = answer.request.pool  # outside of which no attempt is placed
-        self._adapter = answer.request.adapter  # that each worker of an attempt has
+        request = answer.request
+        self.queue = router.queues.of(request.pool)
+        self._pool = request.pool  # outside of which no attempt is placed
+        self._adapter = request.prompt.adapter  # that each worker of an attempt has
+        self._turn = request.contract.turn
         self._router = router
         self._answer = answer
         self._record = record
         # Decode workers encode images only where no prefill worker can.
-        self._may_be_aggregated = may_be_aggregated and not answer.request.images
+        self._may_be_aggregated = may_be_aggregated and not request.prompt.images
         self._loss_ends_s: float | None = None  # of waiting for a worker since the last loss
         self._queue_ends_s: float | None = None  # of waiting in line
         self._was_full = False
@@ -146,27 +148,27 @@ class RequestPlacer:
     def digest(self) -> bytes:
         return digest_of(self._answer.request)
 
-    async def place(self, request: EngineRequest) -> Attempt:
-        """Place the request, with its place on the decode worker; the caller calls the policy's `ended`.
+    async def place(self) -> PlacedAttempt:
+        """Place an attempt, with its place on the decode worker; the caller calls the policy's `ended`.
 
         A request waits for room in line. It waits for workers to come only if it lost one.
         """
         router = self._router
-        attempt: Attempt | None = None
+        attempt: PlacedAttempt | None = None
         must_wait, self._was_full = self._was_full, False
         if self._has_begun:
             self._queue_ends_s = None  # an answer that is preempted waits anew
-        if not must_wait and (not self.queue.num_before(request.turn) or self._has_begun):
-            attempt = await self._reserve(request)
+        if not must_wait and (not self.queue.num_before(self._turn) or self._has_begun):
+            attempt = await self._reserve()
         while attempt is None:
             if self.losses.is_suspect and router.losses.has_trials:
                 # Other suspects occupy the workers that are left. They wait beside the line, not in it.
                 await self._wait_for_trial()
-                attempt = await self._reserve(request)
+                attempt = await self._reserve()
             elif self._is_room_short():
-                attempt = await self._wait_in_line(request)
+                attempt = await self._wait_in_line()
             elif self.losses.workers or self.last_error is not None:
-                attempt = await self._wait_for_worker(request)
+                attempt = await self._wait_for_worker()
             else:
                 raise NoDecodeWorker(self._nobody())
         return attempt
@@ -189,26 +191,26 @@ class RequestPlacer:
 
     def _has_what_it_needs(self, link: WorkerLink) -> bool:
         # A worker of an earlier release would take the placeholder tokens of images for text.
-        takes_images = not self._answer.request.images or IMAGES in link.features
+        takes_images = not self._answer.request.prompt.images or IMAGES in link.features
         # It would begin penalties and a seed's noise anew.
         goes_on = not self._answer.token_ids or CONTINUE in link.features
         return takes_images and goes_on and (not self._adapter or self._adapter in link.adapters)
 
     def _nobody(self) -> str:
-        return no_decode_worker(self._pool, self._adapter, has_images=bool(self._answer.request.images))
+        return no_decode_worker(self._pool, self._adapter, has_images=bool(self._answer.request.prompt.images))
 
-    async def _wait_in_line(self, request: EngineRequest) -> Attempt | None:
+    async def _wait_in_line(self) -> PlacedAttempt | None:
         """Place the request when its turn has come and a worker has room.
 
         None when workers went away meanwhile. Raises Overloaded.
         """
         queue, error = self.queue, self.last_error
-        waiter = queue.enter(self._line_ends_s(request), request.turn, is_resumed=self._has_begun)
+        waiter = queue.enter(self._line_ends_s(), self._turn, is_resumed=self._has_begun)
         try:
             while True:
                 await waiter.turn()
                 # Reserve the place before the next request's turn: else all would ask workers for the same one.
-                attempt = await self._reserve(request, always=True)
+                attempt = await self._reserve(always=True)
                 is_held_up = self.losses.is_suspect and self._router.losses.has_trials
                 if attempt is not None or is_held_up or not self._is_room_short():
                     return attempt
@@ -218,34 +220,34 @@ class RequestPlacer:
         finally:
             waiter.leave()
 
-    def _line_ends_s(self, request: EngineRequest) -> float:
-        router = self._router
+    def _line_ends_s(self) -> float:
+        router, deadline_s = self._router, self._answer.request.deadline_s
         now_s = router.clock()
         if self.losses.workers:
             ends_s = self._loss_wait_ends_s()
         else:
             ends_s = self._queue_ends_s = self._queue_ends_s or now_s + router.queue_timeout_s
-        if request.deadline_s is None:
+        if deadline_s is None:
             return ends_s
-        return min(ends_s, now_s + request.deadline_s - time.monotonic())
+        return min(ends_s, now_s + deadline_s - time.monotonic())
 
     def _loss_wait_ends_s(self) -> float:
         if self._loss_ends_s is None:
             self._loss_ends_s = self._router.clock() + WORKER_WAIT_S
         return self._loss_ends_s
 
-    async def _wait_for_worker(self, request: EngineRequest) -> Attempt | None:
+    async def _wait_for_worker(self) -> PlacedAttempt | None:
         """Place the request when a worker comes. None when it is room that is missing.
 
         Raises NoDecodeWorker after WORKER_WAIT_S since the request's last loss.
         """
         ends_s = self._loss_wait_ends_s()
-        attempt: Attempt | None = None
+        attempt: PlacedAttempt | None = None
         try:
             async with asyncio.timeout(max(0.0, ends_s - self._router.clock())):
                 while attempt is None:
                     await self._router.workers.change()
-                    attempt = await self._reserve(request)
+                    attempt = await self._reserve()
                     if attempt is None and self._is_room_short():
                         return None
         except TimeoutError:
@@ -253,14 +255,14 @@ class RequestPlacer:
             raise NoDecodeWorker(f"{self._nobody()}{why}") from None
         return attempt
 
-    async def _reserve(self, request: EngineRequest, *, always: bool = False) -> Attempt | None:
+    async def _reserve(self, *, always: bool = False) -> PlacedAttempt | None:
         """Place the request. Reserve its place, if `always` or where another worker computes its prompt.
 
         None when no worker takes it now.
         """
         workers = self._router.workers
         for _ in range(MAX_REFUSALS):
-            attempt = self._place_now(request)
+            attempt = self._place_now()
             if attempt is None or (attempt.placement.prefill is None and not always):
                 return attempt
             is_placed = False
@@ -269,7 +271,7 @@ class RequestPlacer:
                 if decode is not None:
                     async with asyncio.timeout(RESERVE_TIMEOUT_S):
                         attempt.place = await decode.reserve(
-                            request.turn, is_resumed=request.is_resumed, pool=self._pool
+                            self._turn, is_resumed=bool(self._answer.token_ids), pool=self._pool
                         )
                     is_placed = True
                     return attempt
@@ -287,7 +289,7 @@ class RequestPlacer:
                     self._router.policy.ended(attempt.id, self._router.clock(), None)
         return None
 
-    def _place_now(self, request: EngineRequest) -> Attempt | None:
+    def _place_now(self) -> PlacedAttempt | None:
         """Prefer decode workers that can use the kept pages; None without any."""
         router, kept = self._router, self.kept
         decode, _ = self._candidates(MemberKind.DECODE)
@@ -305,7 +307,7 @@ class RequestPlacer:
                 prefill, has_full_prefill = full, True
         began_ns = time.perf_counter_ns()
         now_s = router.clock()
-        to_place = _placement_request(request, decode[0].member.block_size, next(router.attempt_numbers))
+        to_place = _placement_request(self._answer, decode[0].member.block_size, next(router.attempt_numbers))
         placement = router.policy.place(
             to_place,
             prefill,
@@ -330,7 +332,7 @@ class RequestPlacer:
         took_ns = time.perf_counter_ns() - began_ns
         router.metrics.placement_seconds.observe(took_ns / 1e9)
         self._record.note_placement(placement, took_ns)
-        return Attempt(to_place.request_id, placement)
+        return PlacedAttempt(to_place.request_id, placement)
 
     def _candidates(self, kind: MemberKind) -> tuple[list[Candidate], list[Candidate]]:
         """Return workers that did not fail this request: those with room, and those without.
@@ -350,7 +352,7 @@ class RequestPlacer:
                 continue
             if has_trials and router.losses.is_occupied(link.member.member_id, losses):
                 continue
-            if not (is_resumed or link.has_room_for(self._answer.request.turn)):
+            if not (is_resumed or link.has_room_for(self._turn)):
                 full.append(candidate)
             else:
                 (quiet if losses.workers and link.is_quiet else with_room).append(candidate)
@@ -375,19 +377,19 @@ def no_decode_worker(pool: str, adapter: str, *, has_images: bool = False) -> st
     return f"no decode worker{of_pool}{with_adapter}{with_images} is connected"
 
 
-def _placement_request(request: EngineRequest, block_size: int, number: int) -> PlacementRequest:
-    tokens = request.prompt_token_ids
+def _placement_request(answer: Answer, block_size: int, number: int) -> PlacementRequest:
+    request, prompt, tokens = answer.request, answer.request.prompt, answer.all_token_ids
     return PlacementRequest(
-        RequestId(f"{request.request_id}/{number}"),
+        RequestId(f"{answer.request_id}/{number}"),
         route_keys(
             tokens,
             block_size,
-            seed_of(request.page_salt),
-            page_images(request.image_spans, block_size, len(tokens) // block_size) if request.images else None,
+            seed_of(prompt.page_salt),
+            page_images(prompt.image_spans, block_size, len(tokens) // block_size) if prompt.images else None,
         ),
         len(tokens),
         block_size,
         request.sampling.max_tokens,
-        request.turn,
-        request.adapter,
+        request.contract.turn,
+        prompt.adapter,
     )

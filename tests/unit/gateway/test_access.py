@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from kvferry.config import GatewayConfig, ServerTlsConfig
-from kvferry.engine.base import TierHints
 from kvferry.errors import ConfigError, NotReady, PermissionDenied, Unauthenticated
 from kvferry.gateway.identity.access import Access
 from kvferry.gateway.identity.key_file import KeyFile, new_key
 from kvferry.gateway.identity.tenant_directory import TenantDirectory
 from kvferry.gateway.identity.tenants import DEFAULT_TENANT, Tenant, Tenants
 from kvferry.membership.base import RecordChanged, Records
+from kvferry.router.request import NO_CONTRACT
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.records import KeyRecord, TenantRecord, encode
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
@@ -30,7 +30,7 @@ def test_where_nobody_has_to_say_who_they_are_everybody_is_the_default_tenant() 
     assert access.is_open
     access.require_metrics(None, None)
     assert access.identify(None, None) is DEFAULT_TENANT
-    assert (DEFAULT_TENANT.cache_salt, DEFAULT_TENANT.tier) == ("", None)
+    assert (DEFAULT_TENANT.cache_salt, DEFAULT_TENANT.contract) == ("", NO_CONTRACT)
 
 
 def test_a_key_names_its_tenant(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_a_key_for_metrics_is_no_tenant_s(tmp_path: Path) -> None:
 def test_two_tenants_share_neither_salt_nor_folder() -> None:
     acme, beta = Tenant("acme", secret=SECRET), Tenant("beta", secret=SECRET)
     assert len({acme.cache_salt, beta.cache_salt, DEFAULT_TENANT.cache_salt}) == 3
-    assert acme.tier == TierHints(Namespace("acme"))
-    assert acme.tier != beta.tier
+    assert acme.contract.namespace == Namespace("acme")
+    assert acme.contract.namespace != beta.contract.namespace
 
 
 def test_a_clients_salt_parts_its_own_pages_and_reaches_no_others() -> None:
@@ -140,8 +140,8 @@ def test_a_clients_salt_parts_its_own_pages_and_reaches_no_others() -> None:
 
 def test_with_shares_the_default_tenant_waits_for_its_turn_too() -> None:
     secret = bytes(32)
-    assert Tenants(secret).named("default").turn is None
-    turn = Tenants(secret, have_turns=True).named("default", share=1.0).turn
+    assert Tenants(secret).named("default").contract.turn is None
+    turn = Tenants(secret, have_turns=True).named("default", share=1.0).contract.turn
     assert turn is not None
     assert (turn.tenant, turn.share) == ("default", 1.0)
     assert Tenants(secret, have_turns=True).named("default").cache_salt == ""
@@ -243,8 +243,8 @@ async def test_a_key_of_a_record_has_its_group_and_rights_and_its_tenants_terms(
     access = Access(GatewayConfig(tenants_in_etcd=True), Tenants(SECRET, have_turns=True), await directory_with(record))
     tenant = access.identify("Bearer kvf_ci", None)
     assert (tenant.name, tenant.epoch, tenant.group) == ("acme", 3, "g")
-    assert tenant.turn is not None
-    assert (tenant.turn.share, tenant.terms) == (7.0, record.engine_terms)
+    assert tenant.contract.turn is not None
+    assert (tenant.contract.turn.share, tenant.terms) == (7.0, record.engine_terms)
     assert not access.is_operator("Bearer kvf_ci", None)
     assert access.is_operator("Bearer kvf_ops", None)
     with pytest.raises(PermissionDenied):

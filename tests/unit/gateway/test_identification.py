@@ -160,7 +160,9 @@ async def test_tenants_of_etcd_are_followed_with_their_keys_and_limits(
         await until(lambda: bool(changed))
         assert identification.missing() == []
         assert identification.access.identify(f"Bearer {key}", None).name == "acme"
-        assert identification.access.identify(f"Bearer {of_default}", None).turn is not None, "it has a share, too"
+        assert identification.access.identify(f"Bearer {of_default}", None).contract.turn is not None, (
+            "it has a share, too"
+        )
         assert identification.limits is not None
         assert not identification.limits.admit("acme", num_choices=9, num_tokens=1)
         await admin.set_limits("acme", {"max_choices": 1})
@@ -176,7 +178,7 @@ async def test_without_tenants_in_etcd_the_default_tenant_has_no_turn(tmp_path: 
     key = new_key(tmp_path / "keys.yaml", "default", "ci")
     async with started(GatewayConfig(keys_file=tmp_path / "keys.yaml"), records) as identification:
         await until(lambda: not identification.missing())
-        assert identification.access.identify(f"Bearer {key}", None).turn is None
+        assert identification.access.identify(f"Bearer {key}", None).contract.turn is None
 
 
 async def test_requests_of_a_tenant_end_when_it_is_deleted(

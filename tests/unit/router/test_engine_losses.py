@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec import structs
 
-from kvferry.engine.base import EngineRequest, Parse, PromptImage, RequestId, Sampling, without_features
+from kvferry.engine.base import Parse, PromptImage, RequestId, Sampling
 from kvferry.membership.base import MemberId
 from kvferry.router.engine_losses import (
     BLAMED_S,
@@ -23,6 +23,7 @@ from kvferry.router.engine_losses import (
     RequestLosses,
     digest_of,
 )
+from kvferry.router.request import Prompt, Request
 
 A, B = MemberId("a"), MemberId("b")
 
@@ -137,24 +138,31 @@ async def test_one_suspect_is_on_trial_on_a_worker() -> None:
     assert not engines.is_occupied(B, second)
 
 
-REQUEST = EngineRequest(RequestId("r"), [1, 2, 3], Sampling(max_tokens=5, seed=1), cache_salt="acme")
+PROMPT = Prompt([1, 2, 3], "acme")
+REQUEST = Request(RequestId("r"), PROMPT, Sampling(max_tokens=5, seed=1))
 
 
 def test_a_digest_is_of_tenant_prompt_parameters_adapter_and_images() -> None:
     same = structs.replace(REQUEST, request_id=RequestId("other"), sampling=structs.replace(REQUEST.sampling, seed=2))
     assert digest_of(same) == digest_of(REQUEST)
     others = [
-        structs.replace(REQUEST, cache_salt="other"),
-        structs.replace(REQUEST, prompt_token_ids=[1, 2]),
+        *(
+            structs.replace(REQUEST, prompt=prompt)
+            for prompt in (
+                Prompt([1, 2, 3], "other"),
+                Prompt([1, 2], "acme"),
+                Prompt([1, 2, 3], "acme", "sql@00"),
+                Prompt([1, 2, 3], "acme", "sql@11"),
+                Prompt([1, 2, 3], "acme", images=(PromptImage("a", 0, 1, b"x"),)),
+                Prompt([1, 2, 3], "acme", images=(PromptImage("b", 0, 1, b"x"),)),
+            )
+        ),
         structs.replace(REQUEST, sampling=structs.replace(REQUEST.sampling, structured_outputs="{}")),
         structs.replace(REQUEST, parse=Parse(b"x")),
-        structs.replace(REQUEST, adapter="sql@00"),
-        structs.replace(REQUEST, adapter="sql@11"),
-        structs.replace(REQUEST, images=(PromptImage("a", 0, 1, b"x"),)),
-        structs.replace(REQUEST, images=(PromptImage("b", 0, 1, b"x"),)),
     ]
     assert len({digest_of(each) for each in (REQUEST, *others)}) == 9
-    assert digest_of(without_features(others[-1])) == digest_of(others[-1])
+    without_features = Prompt([1, 2, 3], "acme", images=(PromptImage("b", 0, 1),))
+    assert digest_of(structs.replace(REQUEST, prompt=without_features)) == digest_of(others[5])
 
 
 async def test_a_copy_of_a_blamed_request_is_a_suspect_and_waits_for_the_trial_of_another() -> None:

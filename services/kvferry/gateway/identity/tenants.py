@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn
 
-from kvferry.engine.base import CacheSalt, TenantName, TierHints, Turn
+from kvferry.engine.base import CacheSalt, TenantName, Turn
 from kvferry.errors import ConfigError, KvferryError, NotReady
 from kvferry.membership.base import RecordStore
+from kvferry.router.request import Contract
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, MIN_SECRET_BYTES, Namespace, make_salt
 from kvferry.tenancy.terms import EngineTerms
 
@@ -31,7 +32,7 @@ _OPEN_SECRET: Final = bytes(MIN_SECRET_BYTES)
 class Tenant:
     """An authenticated identity. Raises ValueError for an invalid name.
 
-    `cache_salt` enters every page hash and route key, so tenants never share pages; `tier` names the folders on
+    `cache_salt` enters every page hash and route key, so tenants never share pages; `contract` names the folders on
     volumes. Clients can set neither, only part their own pages with `salt_of`.
     """
 
@@ -44,8 +45,7 @@ class Tenant:
     pool: str = ""  # of workers, and no others, that serve it; empty: none of its own
     secret: bytes = field(default=_OPEN_SECRET, repr=False, kw_only=True)
     cache_salt: CacheSalt = field(init=False, repr=False)
-    tier: TierHints | None = field(init=False)
-    turn: Turn | None = field(init=False, repr=False)
+    contract: Contract = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         namespace = Namespace(self.name, self.epoch)
@@ -53,9 +53,8 @@ class Tenant:
         salt = "" if is_default else make_salt(self.secret, namespace, self.group)
         object.__setattr__(self, "cache_salt", salt)
         has_turn = self.has_turn or self.name != DEFAULT_NAMESPACE.tenant
-        object.__setattr__(self, "turn", Turn(self.name, self.share) if has_turn else None)
-        has_hints = namespace != DEFAULT_NAMESPACE or self.terms is not None
-        object.__setattr__(self, "tier", TierHints(namespace, terms=self.terms) if has_hints else None)
+        turn = Turn(self.name, self.share) if has_turn else None
+        object.__setattr__(self, "contract", Contract(turn, namespace, self.terms))
 
     def salt_of(self, client_salt: str) -> CacheSalt:
         """Return the salt of requests for which a client names one."""

@@ -1,0 +1,245 @@
+"""A request, its answer so far, and what workers are asked for in each attempt."""
+
+# A request is made once and does not change. Each attempt composes one EngineRequest for each of its workers from the
+# request, from the tokens that were answered, and from the placement.
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from kvferry.engine.base import (
+    Continued,
+    EngineOutput,
+    EngineRequest,
+    Parse,
+    PromptImage,
+    RequestId,
+    Sampling,
+    TierHints,
+    TransferParams,
+    Turn,
+    images_without_features,
+)
+from kvferry.errors import EngineError
+from kvferry.link.remote_request import OnOutput, OnText, as_on_text
+from kvferry.observability.tracing import TraceContext
+from kvferry.pages.keys import ImageSpan, page_salt
+from kvferry.router.placement import Placement
+from kvferry.router.priced_placement import Decision
+from kvferry.router.request_record import RequestRecord
+from kvferry.router.volume_pool import volume_of
+from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
+from kvferry.tenancy.terms import EngineTerms
+
+MAX_NOTED: Final = 64  # continuations that a record names
+
+# Of prefill workers. The decode engine computes the last token of the prompt itself, and samples from it. Nothing may
+# end the request otherwise than by its length. (vLLM's pull connector keeps pages of stopped requests too.)
+PROMPT_ONLY: Final = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A rendered prompt, and what its pages are keyed by. Choices of one prompt share it."""
+
+    token_ids: Sequence[int]  # an array, which halves the time of route keys
+    cache_salt: str = ""
+    adapter: str = ""  # of EngineInfo.adapters; empty: the model itself
+    images: tuple[PromptImage, ...] = ()  # by offset; they do not overlap
+
+    @property
+    def page_salt(self) -> str:
+        return page_salt(self.cache_salt, self.adapter)
+
+    @property
+    def image_spans(self) -> list[ImageSpan]:
+        return [ImageSpan(image.digest, image.offset, image.num_tokens) for image in self.images]
+
+
+class Contract(msgspec.Struct, frozen=True):
+    """What is known of a request's tenant at workers."""
+
+    turn: Turn | None = None  # None where tenants have no shares
+    namespace: Namespace = DEFAULT_NAMESPACE
+    terms: EngineTerms | None = None  # None: not known
+
+    @property
+    def is_default(self) -> bool:
+        """Whether engines keep the request's pages as those of anybody."""
+        return self.terms is None and self.namespace == DEFAULT_NAMESPACE
+
+
+NO_CONTRACT: Final = Contract()
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One choice that a client asks for."""
+
+    request_id: RequestId
+    prompt: Prompt
+    sampling: Sampling
+    parse: Parse | None = None
+    contract: Contract = NO_CONTRACT
+    wanted_s: float | None = None  # as in TierHints
+    deadline_s: float | None = None  # of `time.monotonic`
+    pool: str = ""  # whose workers alone may have it; empty: the default one
+
+
+class Answer:
+    """The answer to a request so far. It continues where a worker was lost, or gave its slot to another tenant."""
+
+    def __init__(
+        self, request: Request, on_output: OnOutput, record: RequestRecord, on_text: OnText | None = None
+    ) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        self._deliver = on_output
+        self._deliver_text = on_text if on_text is not None else as_on_text(on_output)
+        self._record = record
+        self._num_chars = 0
+        self._sizes: list[int] | None = [] if request.parse is not None else None  # tokens of each output
+        self._num_continuations = 0
+        self._all_token_ids: Sequence[int] = request.prompt.token_ids
+        self._continued: Continued | None = None
+        self._is_suspect = False
+        self._on_first_output: Callable[[], None] | None = None
+
+    def begin_attempt(self, *, is_suspect: bool = False) -> None:
+        """Begin where the answer stands, with a new id then: the lost worker may know the old one.
+
+        Raises EngineError for an answer that has all its tokens and did not end.
+        """
+        request, given = self.request, self.token_ids
+        self._is_suspect = is_suspect
+        if not given:
+            return
+        if len(given) >= request.sampling.max_tokens:
+            raise EngineError("a worker gave all tokens of the answer, and was lost before it told how it ended")
+        self._num_continuations += 1
+        noted = self._record.continued_after
+        if noted[-1:] != [len(given)] and len(noted) < MAX_NOTED:
+            noted.append(len(given))
+        self._all_token_ids = array("I", [*request.prompt.token_ids, *given])
+        self._continued = Continued(len(given), self._num_chars, tuple(self._sizes or ()))
+
+    @property
+    def request_id(self) -> RequestId:
+        """Of the attempt."""
+        request_id, number = self.request.request_id, self._num_continuations
+        return RequestId(f"{request_id}-c{number}") if number else request_id
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """The prompt and what was answered before the attempt."""
+        return self._all_token_ids
+
+    def prompt_request(self, placement: Placement, trace: TraceContext | None) -> EngineRequest:
+        """Return what a prefill worker is asked for: the pages of all tokens so far."""
+        return self._engine_request(
+            PROMPT_ONLY, placement, trace, images=self.request.prompt.images, keep_for_transfer=True
+        )
+
+    def answer_request(
+        self,
+        placement: Placement,
+        trace: TraceContext | None,
+        *,
+        transfer_params: TransferParams | None = None,
+        may_preempt: bool = False,
+    ) -> EngineRequest:
+        """Return what a decode worker is asked for; it pulls the pages that `transfer_params` name."""
+        images = self.request.prompt.images
+        return self._engine_request(
+            self.request.sampling,
+            # What the prefill worker has computed or loaded, the decode worker does not.
+            placement if placement.prefill is None and transfer_params is None else None,
+            trace,
+            images=images if transfer_params is None else images_without_features(images),
+            transfer_params=transfer_params,
+            continued=self._continued,
+            parse=self.request.parse,
+            is_preemptible=may_preempt and self.request.contract.turn is not None,
+        )
+
+    def _engine_request(
+        self,
+        sampling: Sampling,
+        computing: Placement | None,
+        trace: TraceContext | None,
+        *,
+        images: tuple[PromptImage, ...],
+        keep_for_transfer: bool = False,
+        transfer_params: TransferParams | None = None,
+        continued: Continued | None = None,
+        parse: Parse | None = None,
+        is_preemptible: bool = False,
+    ) -> EngineRequest:
+        """`computing` is the placement where the worker computes the prompt, or loads it."""
+        request, prompt = self.request, self.request.prompt
+        decision = computing if isinstance(computing, Decision) else None
+        return EngineRequest(
+            self.request_id,
+            self._all_token_ids,
+            sampling,
+            keep_for_transfer=keep_for_transfer,
+            transfer_params=transfer_params,
+            cache_salt=prompt.cache_salt,
+            continued=continued,
+            parse=parse,
+            tier=tier_hints(request, decision),
+            trace=trace,
+            deadline_s=request.deadline_s,
+            is_suspect=self._is_suspect,
+            is_resumed=self._continued is not None,
+            is_preemptible=is_preemptible,
+            turn=_turn(request.contract.turn, decision),
+            pool=request.pool,
+            adapter=prompt.adapter,
+            images=images,
+        )
+
+    def on_first_output(self, called: Callable[[], None]) -> None:
+        """`called` is called once, before the attempt's first output is delivered."""
+        self._on_first_output = called
+
+    def end_attempt(self) -> None:
+        """Drop the callback, which may refer back to this answer: a cycle would keep the prompt."""
+        self._on_first_output = None
+
+    def on_output(self, output: EngineOutput) -> None:
+        if self._on_first_output is not None:
+            self._on_first_output()
+            self._on_first_output = None
+        self._note(output.token_ids, output.text)
+        self._deliver(output)
+
+    def on_text(self, token_ids: Sequence[int], text: str) -> None:
+        if self._on_first_output is not None:
+            self.on_output(EngineOutput(token_ids, text))
+            return
+        self._note(token_ids, text)
+        self._deliver_text(token_ids, text)
+
+    def _note(self, token_ids: Sequence[int], text: str) -> None:
+        self.token_ids.extend(token_ids)
+        self._num_chars += len(text)
+        if self._sizes is not None and token_ids:
+            self._sizes.append(len(token_ids))
+
+
+def tier_hints(request: Request, decision: Decision | None) -> TierHints | None:
+    """Return the request's hints where it computes, or loads, as decided; None: an engine needs none."""
+    contract, load = request.contract, decision.load if decision is not None else None
+    volumes = {volume_of(load.volume): load.num_pages} if load is not None and load.volume else {}
+    may_load = load is None or bool(volumes) or not load.skipped_pages
+    if contract.is_default and request.wanted_s is None and not volumes and may_load:
+        return None
+    return TierHints(contract.namespace, volumes, may_load, contract.terms, request.wanted_s)
+
+
+def _turn(turn: Turn | None, decision: Decision | None) -> Turn | None:
+    """Return the turn with the tokens that are expected to be computed."""
+    return turn if turn is None or decision is None else Turn(turn.tenant, turn.share, decision.missing_tokens)
