@@ -21,7 +21,16 @@ from typing import Any
 from bench.engine_device import engine_config, model_config
 from bench.vllm_engines import answer
 from kvferry.config import ClusterConfig, JwtConfig, ModelConfig
-from kvferry.engine.base import Asker, ChatImage, EngineRequest, PromptImage, RequestId, Sampling, TenantName
+from kvferry.engine.base import (
+    Asker,
+    ChatImage,
+    EngineRequest,
+    ImageFeatures,
+    PromptImage,
+    RequestId,
+    Sampling,
+    TenantName,
+)
 from kvferry.errors import NotReady, Unauthenticated
 from kvferry.gateway.identity.jwt_tokens import JwtTokens
 from kvferry.gateway.identity.tenants import Tenants
@@ -344,6 +353,7 @@ class EngineRequests:
             token_ids,
             sampling,
             cache_salt=self._salts.asker(tenant).salt,
-            images=images,
+            images=tuple(image.span for image in images),
+            features=ImageFeatures(image.features for image in images),
         )
         await answer(self._engine, request)

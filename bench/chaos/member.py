@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from bench.chaos.work import WorkFile
 from kvferry import config as configuration
@@ -39,11 +40,11 @@ def make_mortal(engine: SimEngine) -> None:
     (poison,) = SimTokenizer().encode(POISON)
     generate = engine.generate
 
-    def generate_or_die(request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    def generate_or_die(request: EngineRequest, **of_worker: Any) -> AsyncIterator[EngineOutput]:
         # Behind the marker of the beginning. Further on it may be a token of an answer that goes on.
         if poison in list(request.prompt_token_ids[:2]):
             engine.kill()
-        return generate(request)
+        return generate(request, **of_worker)
 
     engine.generate = generate_or_die  # type: ignore[method-assign]
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvferry.engine.base import Engine, EngineOutput, EngineRequest, PromptSources
 from kvferry.membership.base import MemberKind
@@ -76,10 +77,10 @@ class WorkFile:
         """Write down what `engine` does from now on."""
         generate = engine.generate
 
-        async def generate_and_write(request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        async def generate_and_write(request: EngineRequest, **of_worker: Any) -> AsyncIterator[EngineOutput]:
             row, num_generated, end = self._begin(request), 0, End.FAILED
             try:
-                async with contextlib.aclosing(generate(request)) as outputs:  # type: ignore[type-var]
+                async with contextlib.aclosing(generate(request, **of_worker)) as outputs:  # type: ignore[type-var]
                     async for output in outputs:
                         if not num_generated and output.sources is not None:
                             self._write_sources(row, output.sources)

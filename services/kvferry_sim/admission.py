@@ -8,6 +8,7 @@ from collections.abc import Container
 
 from kvferry.engine.base import EngineRequest, RequestId, TransferParams, validate_adapter, validate_continuation
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
+from kvferry.observability.tracing import TraceContext
 from kvferry.pages.keys import TOKEN_BYTES, pack_tokens
 from kvferry_sim.answer import Answer
 from kvferry_sim.kv_transfer import KvTransferError, Ticket
@@ -27,6 +28,8 @@ def to_sequence(
     max_tokens_total: int,
     seed: int,
     revision: str = "",
+    due_ms: float = 0.0,
+    trace: TraceContext | None = None,
 ) -> TokenSequence:
     continued = request.continued
     packed = bytearray(pack_tokens(request.prompt_token_ids))
@@ -43,7 +46,7 @@ def to_sequence(
     if continued is not None:
         answer.resume(given, continued.num_chars)
     ticket = ticket_of(request.transfer_params) if request.transfer_params is not None else None
-    return TokenSequence(request, answer, packed, block_size, max_tokens_total, ticket)
+    return TokenSequence(request, answer, packed, block_size, max_tokens_total, ticket, due_ms, trace)
 
 
 def ticket_of(params: TransferParams) -> Ticket | None:

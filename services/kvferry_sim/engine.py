@@ -27,6 +27,7 @@ from kvferry.engine.base import (
 )
 from kvferry.engine.parsing import ParsedAnswer
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedEngine
+from kvferry.observability.tracing import TraceContext
 from kvferry.pages.exchange import PAGE_FORMATS, sorted_fields
 from kvferry.tenancy.pages.outcome import TenantUsage
 from kvferry_sim.admission import ticket_of, to_sequence, validate_request
@@ -268,15 +269,17 @@ class SimEngine:
     def kv_events(self) -> AsyncIterator[KvEventBatch]:
         return self._events.listen()
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate(
+        self, request: EngineRequest, *, due_ms: float = 0.0, trace: TraceContext | None = None
+    ) -> AsyncIterator[EngineOutput]:
         try:
             if len(request.prompt_token_ids) < LONG_PROMPT_TOKENS:
-                sequence = self._admit(request)
+                sequence = self._admit(request, due_ms, trace or request.trace)
             else:
                 is_burst = self._long_prompts.locked()
                 async with self._long_prompts:
                     await self._sleep(LONG_PROMPT_PAUSE_S if is_burst else 0)
-                    sequence = self._admit(request)
+                    sequence = self._admit(request, due_ms, trace or request.trace)
         except (InvalidRequest, EngineDead, asyncio.CancelledError):
             await self.decline(request)
             raise
@@ -329,7 +332,7 @@ class SimEngine:
             parsed.resume(list(zip(given, texts, strict=True)), continued.num_chars, continued.sizes)
         return parsed
 
-    def _admit(self, request: EngineRequest) -> TokenSequence:
+    def _admit(self, request: EngineRequest, due_ms: float, trace: TraceContext | None) -> TokenSequence:
         if self._failure is not None:
             raise EngineDead(self._failure.message)
         if self._loop_task is None:
@@ -350,6 +353,8 @@ class SimEngine:
             max_tokens_total=max_tokens_total,
             seed=self._seed,
             revision=self._revision,
+            due_ms=due_ms,
+            trace=trace,
         )
         self._scheduler.add(sequence)
         self._steps.wake()

@@ -150,9 +150,7 @@ class KvFetcher:
         num_loaded = {Tier.CPU: 0, Tier.VOLUME: 0}
         began_s = time.monotonic()
         try:
-            loaded = await tier.load(
-                pages, sequence.namespace, timeout_s=self._tier_timeout_s, trace=sequence.request.trace
-            )
+            loaded = await tier.load(pages, sequence.namespace, timeout_s=self._tier_timeout_s, trace=sequence.trace)
             await self._sleep(len(loaded) * self._sim.tier_page_ms / 1000)
             for ref, page, (content, source) in zip(refs, sequence.pages[first:], loaded, strict=False):
                 if content != memory.expected(ref.page_hash):

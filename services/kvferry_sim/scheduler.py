@@ -137,8 +137,8 @@ class Scheduler:
         being_filled = self._being_filled() if self._waiting else frozenset()
         has_slots, blocked = True, _Blocked(self._running, self._fetching)
         sequences = [*prompts, *self._waiting]
-        if any(sequence.request.due_ms for sequence in sequences):
-            sequences.sort(key=lambda sequence: sequence.request.due_ms)
+        if any(sequence.due_ms for sequence in sequences):
+            sequences.sort(key=lambda sequence: sequence.due_ms)
         for sequence in sequences:
             if budget <= 0:
                 break

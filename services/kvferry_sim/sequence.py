@@ -8,6 +8,7 @@ import time
 from array import array
 
 from kvferry.engine.base import CachedTokens, EngineOutput, EngineRequest, EngineTimes, PromptSources
+from kvferry.observability.tracing import TraceContext
 from kvferry.pages.keys import TOKEN_BYTES, route_keys, seed_of
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 from kvferry_sim.answer import Answer
@@ -108,8 +109,9 @@ class TokenSequence:
     """Tokens [0, num_computed) have their KV; pages [0, num_stored) are cached."""
 
     __slots__ = (
-        "answer", "block_size", "cached", "capacity", "chain", "fetch", "loading", "max_tokens_total", "num_computed",
-        "num_prompt", "num_stored", "num_tokens", "outputs", "pages", "phase", "request", "sources", "ticket", "times",
+        "answer", "block_size", "cached", "capacity", "chain", "due_ms", "fetch", "loading", "max_tokens_total",
+        "num_computed", "num_prompt", "num_stored", "num_tokens", "outputs", "pages", "phase", "request", "sources",
+        "ticket", "times", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -120,14 +122,18 @@ class TokenSequence:
         block_size: int,
         max_tokens_total: int,
         ticket: Ticket | None,
+        due_ms: float,
+        trace: TraceContext | None,
     ) -> None:
-        """Takes over `packed`, the prompt."""
+        """Takes over `packed`, the prompt; `due_ms` and `trace` are those of Engine.generate."""
         self.request = request
         self.answer = answer
         self.chain = TokenChain(packed, block_size, request.page_salt)
         self.block_size = block_size
         self.max_tokens_total = max_tokens_total
         self.ticket = ticket
+        self.due_ms = due_ms
+        self.trace = trace
         self.num_prompt = self.num_tokens = len(request.prompt_token_ids)
         self.pages: list[PageId] = []
         self.capacity = 0  # tokens that `pages` have room for

@@ -132,9 +132,9 @@ async def test_an_answer_goes_on_only_where_workers_go_on_exactly(monkeypatch: p
     seen: list[EngineRequest] = []
     generate = SimEngine.generate
 
-    def noting(engine: SimEngine, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    def noting(engine: SimEngine, request: EngineRequest, **of_worker: Any) -> AsyncIterator[EngineOutput]:
         seen.append(request)
-        return generate(engine, request)
+        return generate(engine, request, **of_worker)
 
     monkeypatch.setattr(SimEngine, "generate", noting)
     monkeypatch.setattr("kvferry.worker.lifecycle.identity", lambda config, folder: old)

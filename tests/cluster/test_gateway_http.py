@@ -264,9 +264,9 @@ async def test_how_long_pages_are_wanted_reaches_every_worker_and_is_counted(
     said: list[float | None] = []
     generate = SimEngine.generate
 
-    def record(self: SimEngine, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    def record(self: SimEngine, request: EngineRequest, **of_worker: Any) -> AsyncIterator[EngineOutput]:
         said.append(None if request.tier is None else request.tier.wanted_s)
-        return generate(self, request)
+        return generate(self, request, **of_worker)
 
     monkeypatch.setattr(SimEngine, "generate", record)
     for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", {**CHAT, "max_tokens": 2})):

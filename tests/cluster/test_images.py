@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -12,11 +13,10 @@ from msgspec import structs
 from kvferry.engine.base import (
     EngineOutput,
     EngineRequest,
+    ImageFeatures,
     PromptImage,
     RequestId,
     Sampling,
-    features_bytes,
-    without_features,
 )
 from kvferry.errors import InvalidRequest, NoDecodeWorker, Overloaded, PagesNotMoved
 from kvferry.link.identity.protocol import FEATURES, IMAGES, Identity
@@ -50,13 +50,13 @@ class Seeing:
 def seeing(monkeypatch: pytest.MonkeyPatch) -> Seeing:
     state, plain = Seeing(), SimEngine.generate
 
-    async def generate(engine: SimEngine, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate(engine: SimEngine, request: EngineRequest, **of_worker: Any) -> AsyncIterator[EngineOutput]:
         state.requests.append((engine, request))
         if request.transfer_params is not None and state.num_failing:
             state.num_failing -= 1
             await engine.release(request.transfer_params)
             raise PagesNotMoved("the pages did not come")
-        async for output in plain(engine, structs.replace(request, images=())):
+        async for output in plain(engine, structs.replace(request, images=(), features=ImageFeatures()), **of_worker):
             yield output
 
     monkeypatch.setattr(SimEngine, "generate", generate)
@@ -79,9 +79,8 @@ async def test_prefill_workers_get_the_features_and_decode_workers_do_not(seeing
         assert record.reason == "disaggregated"
         (prefill,), (decode,) = cluster.engines(MemberKind.PREFILL), cluster.engines(MemberKind.DECODE)
         (of_prefill,), (of_decode,) = seeing.of(prefill), seeing.of(decode)
-        assert of_prefill.images == (IMAGE,)
-        assert [image.digest for image in of_decode.images] == [IMAGE.digest]
-        assert features_bytes(of_decode) == 0
+        assert (of_prefill.images, of_prefill.features.by_image) == ((IMAGE.span,), (IMAGE.features,))
+        assert (of_decode.images, of_decode.features.num_bytes) == ((IMAGE.span,), 0)
 
 
 async def test_another_prefill_worker_computes_pages_that_did_not_come(seeing: Seeing) -> None:
@@ -93,7 +92,7 @@ async def test_another_prefill_worker_computes_pages_that_did_not_come(seeing: S
         assert tokens == expected
         assert [len(seeing.of(engine)) for engine in cluster.engines(MemberKind.PREFILL)] == [1, 1]
         (decode,) = cluster.engines(MemberKind.DECODE)
-        assert [features_bytes(request) for request in seeing.of(decode)] == [0, 0], "it is tried again"
+        assert [request.features.num_bytes for request in seeing.of(decode)] == [0, 0], "it is tried again"
         assert record.reason == "disaggregated"
 
 
@@ -106,8 +105,8 @@ async def test_a_decode_worker_encodes_only_where_no_prefill_worker_is_left(seei
         assert tokens == expected
         (decode,) = cluster.engines(MemberKind.DECODE)
         first, second = seeing.of(decode)
-        assert (first.transfer_params is None, features_bytes(first)) == (False, 0)
-        assert (second.transfer_params is None, second.images) == (True, (IMAGE,))
+        assert (first.transfer_params is None, first.features.num_bytes) == (False, 0)
+        assert (second.transfer_params is None, second.features.by_image) == (True, (IMAGE.features,))
     async with running(0, 1) as cluster:
         tokens, record = await run(cluster)
         assert tokens == expected
@@ -143,8 +142,8 @@ async def test_images_that_wait_at_a_worker_have_a_limit(seeing: Seeing) -> None
 
 def test_a_request_larger_than_the_room_has_it_alone() -> None:
     def of(num_bytes: int) -> EngineRequest:
-        image = structs.replace(IMAGE, features=bytes(num_bytes))
-        return EngineRequest(RequestId("r"), TEXT.prompt.token_ids, SAMPLING, images=(image,))
+        features = ImageFeatures([bytes(num_bytes)])
+        return EngineRequest(RequestId("r"), TEXT.prompt.token_ids, SAMPLING, images=(IMAGE.span,), features=features)
 
     room = ImageRoom(max_bytes=10)
     assert room.refusal(of(11)) is None
@@ -160,8 +159,7 @@ def test_a_request_larger_than_the_room_has_it_alone() -> None:
     first = WaitingImages(room, of(5))
     assert room.refusal(of(5)) is None
     assert room.refusal(of(6)) is not None
-    assert first.of_engine(without_features(of(5)), 0.0) == of(5)
-    assert first.of_engine(without_features(of(5)), 0.0) == without_features(of(5)), "they are given once"
+    first.leave()
 
 
 async def test_the_simulator_takes_no_images() -> None:

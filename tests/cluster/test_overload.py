@@ -118,9 +118,9 @@ async def test_the_deadline_travels_to_the_worker() -> None:
         seen = []
         generate = engine.generate
 
-        def watch(request: Any) -> Any:
+        def watch(request: Any, **of_worker: Any) -> Any:
             seen.append(request.deadline_s)
-            return generate(request)
+            return generate(request, **of_worker)
 
         engine.generate = watch  # type: ignore[method-assign]
         assert (await post(cluster, 0)).status_code == 504

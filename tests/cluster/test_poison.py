@@ -49,10 +49,12 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[SimEngine], None
     how = [kill]
     generate = SimEngine.generate
 
-    async def generate_or_end(engine: SimEngine, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate_or_end(
+        engine: SimEngine, request: EngineRequest, **of_worker: Any
+    ) -> AsyncIterator[EngineOutput]:
         if POISON_TOKEN in list(request.prompt_token_ids):
             how[0](engine)
-        async for output in generate(engine, request):
+        async for output in generate(engine, request, **of_worker):
             yield output
 
     monkeypatch.setattr(SimEngine, "generate", generate_or_end)
@@ -263,12 +265,14 @@ async def test_a_suspect_is_tried_after_the_first_outputs_of_other_gateways(
     slow: list[SimEngine] = []
     tried: list[SimEngine] = []
 
-    async def generate_slowly(engine: SimEngine, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate_slowly(
+        engine: SimEngine, request: EngineRequest, **of_worker: Any
+    ) -> AsyncIterator[EngineOutput]:
         is_slow = len(request.prompt_token_ids) < 20
         (slow if is_slow else tried).append(engine)
         if is_slow:
             await may_answer.wait()
-        async for output in generate(engine, request):
+        async for output in generate(engine, request, **of_worker):
             yield output
 
     monkeypatch.setattr(SimEngine, "generate", generate_slowly)
@@ -335,9 +339,11 @@ async def test_a_request_that_ends_engines_after_some_tokens_is_refused_beside_t
     """Which has requests without an output on each engine that it ends."""
     generate = SimEngine.generate
 
-    async def generate_and_end(engine: SimEngine, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate_and_end(
+        engine: SimEngine, request: EngineRequest, **of_worker: Any
+    ) -> AsyncIterator[EngineOutput]:
         num_tokens = 0
-        async for output in generate(engine, request):
+        async for output in generate(engine, request, **of_worker):
             yield output
             num_tokens += len(output.token_ids)
             if POISON_TOKEN in list(request.prompt_token_ids) and num_tokens >= 5:

@@ -10,13 +10,14 @@ import pytest
 import uvloop
 
 from kvferry.config import WorkerConfig
-from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, PromptImage, RequestId, Sampling
+from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, ImageFeatures, RequestId, Sampling
 from kvferry.errors import EngineError, InvalidRequest, WorkerLost
 from kvferry.link import codec, flow_control, worker_link
 from kvferry.link.frames import PREAMBLE, FrameDecoder, encode_frames
 from kvferry.link.remote_request import RemoteRequest
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.pages.keys import ImageSpan
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker.server import WorkerServer
 from kvferry_sim import Faults, SimEngine
@@ -358,8 +359,9 @@ async def test_a_request_over_the_limit_of_a_message_is_refused_before_it_is_sen
         monkeypatch.setattr(worker_link, "MAX_FRAME_BYTES", size - 1)
         with pytest.raises(InvalidRequest, match=f"takes {size} bytes to a worker; the limit is {size - 1}"):
             Sent(link, request())
+        spans, features = (ImageSpan("a", 0, 1), ImageSpan("b", 2, 1)), ImageFeatures([bytes(size - 1), b"x"])
         with pytest.raises(InvalidRequest, match=f"takes {size} bytes, {size} of them for its 2 images, to a worker"):
-            Sent(link, request(images=(PromptImage("a", 0, 1, bytes(size - 1)), PromptImage("b", 2, 1, b"x"))))
+            Sent(link, request(images=spans, features=features))
         assert link.num_requests == 0
         assert link.connected
 

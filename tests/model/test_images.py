@@ -23,11 +23,11 @@ from kvferry.engine.base import (
     Continued,
     EngineOutput,
     EngineRequest,
+    ImageFeatures,
     PromptImage,
     RequestId,
     Sampling,
     TransferParams,
-    without_features,
 )
 from kvferry.errors import InvalidRequest, PagesNotMoved
 from kvferry.pages.keys import page_images, route_keys, seed_of
@@ -55,8 +55,15 @@ class Prompts:
     def request(self, name: str, salt: str, **changes: Any) -> EngineRequest:
         self._num_requests += 1
         prompt = self.known[name]
+        images = changes.pop("images", prompt.images)
+        has_features = changes.get("transfer_params") is None
         request = EngineRequest(
-            RequestId(f"r{self._num_requests}"), prompt.token_ids, ANSWER, cache_salt=salt, images=prompt.images
+            RequestId(f"r{self._num_requests}"),
+            prompt.token_ids,
+            ANSWER,
+            cache_salt=salt,
+            images=tuple(image.span for image in images),
+            features=ImageFeatures(image.features for image in images if has_features),
         )
         return structs.replace(request, **changes)
 
@@ -71,8 +78,7 @@ class Prompts:
         self, name: str, salt: str, transfer: TransferParams, **changes: Any
     ) -> tuple[list[int], EngineOutput]:
         """Answer without features."""
-        request = self.request(name, salt, transfer_params=transfer, **changes)
-        return await answer(self.pair.decode, without_features(request))
+        return await answer(self.pair.decode, self.request(name, salt, transfer_params=transfer, **changes))
 
     async def transferred(self, name: str, prefill_salt: str, salt: str) -> tuple[list[int], EngineOutput]:
         last = await self.prefill(name, prefill_salt)
@@ -228,7 +234,7 @@ async def test_published_pages_have_the_keys_that_gateways_look_for(prompts: Pro
             prompt = prompts.known[name]
             num_pages = len(prompt.token_ids) // BLOCK_SIZE
             request = prompts.request(name, f"published-{name}")
-            images = page_images(request.image_spans, BLOCK_SIZE, num_pages)
+            images = page_images(request.images, BLOCK_SIZE, num_pages)
             keys = route_keys(prompt.token_ids, BLOCK_SIZE, seed_of(request.page_salt), images)
             assert len(set(keys)) == num_pages
             await prompts.prefill(name, f"published-{name}")

@@ -433,8 +433,8 @@ async def test_a_prompt_that_is_due_first_passes_a_long_one_and_both_are_as_alon
 
     async def answer(name: str, prompt: Sequence[int], due_ms: float) -> list[int]:
         tokens: list[int] = []
-        request = EngineRequest(RequestId(name), prompt, GREEDY, cache_salt=name, due_ms=due_ms)
-        async for output in world.decode.generate(request):
+        request = EngineRequest(RequestId(name), prompt, GREEDY, cache_salt=name)
+        async for output in world.decode.generate(request, due_ms=due_ms):
             first_s.setdefault(name, asyncio.get_running_loop().time())
             tokens += output.token_ids
         return tokens

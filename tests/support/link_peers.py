@@ -196,7 +196,7 @@ class Firehose:
         self.num_running = 0
         self.info = EngineInfo("e", "m", 8192, 16, 64, 64, "sim")  # type: ignore[arg-type]
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate(self, request: EngineRequest, **of_worker: Any) -> AsyncIterator[EngineOutput]:
         self.num_begun += 1
         self.num_running += 1
         try:
@@ -223,7 +223,7 @@ class Slow(Firehose):
 
     num_let_go = 0
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate(self, request: EngineRequest, **of_worker: Any) -> AsyncIterator[EngineOutput]:
         self.num_running += 1
         try:
             yield EngineOutput((1,), "x")

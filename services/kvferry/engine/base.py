@@ -131,18 +131,51 @@ class Turn(msgspec.Struct, frozen=True):
 class PromptImage(msgspec.Struct, frozen=True):
     """An image of a prompt, as the model's processor made it.
 
-    Its `num_tokens` placeholder tokens begin at `offset`. Equal digests have equal features: they are of the image and
-    the processor's settings. `features` is private to renderer and engine; empty where pages come from another engine.
+    Equal digests have equal features: they are of the image and the processor's settings. `features` is private to
+    renderer and engine.
     """
 
     digest: str
     offset: int
     num_tokens: int
-    features: bytes = b""
+    features: bytes
 
     @property
-    def end(self) -> int:
-        return self.offset + self.num_tokens
+    def span(self) -> ImageSpan:
+        return ImageSpan(self.digest, self.offset, self.num_tokens)
+
+
+class ImageFeatures:
+    """The features of a request's images, in their order, until its engine takes them.
+
+    Whoever holds the request holds no features any more then: an answer is long, and its images may be large.
+    """
+
+    __slots__ = ("_by_image",)
+
+    def __init__(self, by_image: Iterable[bytes] = ()) -> None:
+        self._by_image = tuple(by_image)
+
+    def __repr__(self) -> str:
+        return f"<ImageFeatures {len(self._by_image)} images, {self.num_bytes} bytes>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ImageFeatures) and self._by_image == other._by_image
+
+    __hash__ = None  # type: ignore[assignment] # it changes
+
+    @property
+    def by_image(self) -> tuple[bytes, ...]:
+        return self._by_image
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self._by_image))
+
+    def take(self) -> tuple[bytes, ...]:
+        """Return them, and keep none."""
+        by_image, self._by_image = self._by_image, ()
+        return by_image
 
 
 class ChatImage(msgspec.Struct, frozen=True):
@@ -169,20 +202,15 @@ class EngineRequest(msgspec.Struct, frozen=True):
     is_suspect: bool = False  # an engine was lost under it before its first token
     is_resumed: bool = False  # it has given tokens, and lost its worker
     is_preemptible: bool = False  # its worker may give its slot to a tenant below its share
-    # When the fair queue expects its prompt to be done, in virtual ms: an engine computes the earliest first.
-    due_ms: float = 0.0
     turn: Turn | None = None  # None where tenants have no shares
     pool: str = ""  # whose workers alone may have it; empty: the default one
     adapter: str = ""  # of EngineInfo.adapters; empty: the model itself
-    images: tuple[PromptImage, ...] = ()  # by offset; they do not overlap
+    images: tuple[ImageSpan, ...] = ()  # by offset; they do not overlap
+    features: ImageFeatures = msgspec.field(default_factory=ImageFeatures)  # none where pages come from another engine
 
     @property
     def page_salt(self) -> str:
         return page_salt(self.cache_salt, self.adapter)
-
-    @property
-    def image_spans(self) -> list[ImageSpan]:
-        return [ImageSpan(image.digest, image.offset, image.num_tokens) for image in self.images]
 
 
 # In transfer parameters of pages that were computed with an adapter.
@@ -209,7 +237,7 @@ MAX_DIGEST_CHARS = 128
 
 def validate_images(request: EngineRequest) -> None:
     """Raises InvalidRequest."""
-    images = request.images
+    images, features = request.images, request.features.by_image
     if len(images) > MAX_IMAGES:
         raise InvalidRequest(f"the prompt has {len(images)} images; the limit is {MAX_IMAGES}")
     before, num_tokens = 0, len(request.prompt_token_ids)
@@ -224,25 +252,11 @@ def validate_images(request: EngineRequest) -> None:
                 "order, and do not overlap"
             )
         before = image.end
-        if not image.features and request.transfer_params is None:
+        if request.transfer_params is None and not any(features[number : number + 1]):
             raise InvalidRequest(f"image {number} has no features, and the prompt's pages come from no other engine")
     if before == num_tokens and images:
         # A decode engine computes the last token itself, and would need the image for it.
         raise InvalidRequest("an image is the end of the prompt: text must follow the last image")
-
-
-def without_features(request: EngineRequest) -> EngineRequest:
-    if not any(image.features for image in request.images):
-        return request
-    return structs.replace(request, images=images_without_features(request.images))
-
-
-def images_without_features(images: tuple[PromptImage, ...]) -> tuple[PromptImage, ...]:
-    return tuple(PromptImage(image.digest, image.offset, image.num_tokens) for image in images)
-
-
-def features_bytes(request: EngineRequest) -> int:
-    return sum(len(image.features) for image in request.images)
 
 
 def validate_continuation(request: EngineRequest) -> None:
@@ -485,9 +499,13 @@ class Engine(Protocol):
         """Raises UnsupportedEngine for a configuration that cannot run."""
         ...
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    def generate(
+        self, request: EngineRequest, *, due_ms: float = 0.0, trace: TraceContext | None = None
+    ) -> AsyncIterator[EngineOutput]:
         """Yield outputs, the last with a `finish_reason`. Closing the iterator early aborts the request.
 
+        `due_ms`: when the worker's fair queue expects the prompt to be done, in virtual ms; an engine computes the
+        earliest first. `trace`: the worker's own span, in place of the request's. The request's features are taken.
         Pages that cannot be pulled are computed. Deltas begin after the delivered part. Raises InvalidRequest,
         EngineDead, and EngineError for an answer that its parser cannot read or an adapter that cannot be loaded.
         """

@@ -24,8 +24,8 @@ from kvferry.engine.base import (
     EngineRequest,
     EngineStats,
     FinishReason,
+    ImageFeatures,
     Parse,
-    PromptImage,
     PromptSources,
     RequestId,
     Sampling,
@@ -36,6 +36,7 @@ from kvferry.engine.base import (
 )
 from kvferry.errors import EngineDead, EngineError, KvferryError, by_code
 from kvferry.observability.tracing import TraceContext
+from kvferry.pages.keys import ImageSpan
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, MAX_WANTED_S, EngineTerms, TierTerms
 from kvferry.wire.v1 import worker_pb2 as pb
@@ -130,9 +131,9 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
     if request.turn is not None:
         turn_to_wire(request.turn, submit.turn)
     for image in request.images:
-        submit.images.add(
-            digest=image.digest, offset=image.offset, num_tokens=image.num_tokens, features=image.features
-        )
+        submit.images.add(digest=image.digest, offset=image.offset, num_tokens=image.num_tokens)
+    for entry, features in zip(submit.images, request.features.by_image, strict=False):  # none have any, or all
+        entry.features = features
     return message
 
 
@@ -160,6 +161,8 @@ def transfer_params_from_wire(raw: bytes) -> Any:
 
 def submit_from_wire(message: pb.Submit) -> EngineRequest:
     """Raises ValueError for a message that cannot be read."""
+    images = message.images[: MAX_IMAGES + 1]  # of which engines refuse the last one
+    features = [image.features for image in images]
     return EngineRequest(
         request_id=RequestId(message.request_id),
         prompt_token_ids=list(message.prompt_token_ids),
@@ -180,10 +183,8 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         turn=_turn_from_wire(message.turn) if message.HasField("turn") else None,
         pool=message.pool,
         adapter=message.adapter,
-        images=tuple(
-            PromptImage(image.digest, image.offset, image.num_tokens, image.features)
-            for image in message.images[: MAX_IMAGES + 1]  # of which engines refuse the last one
-        ),
+        images=tuple(ImageSpan(image.digest, image.offset, image.num_tokens) for image in images),
+        features=ImageFeatures(features if any(features) else ()),
     )
 
 

@@ -13,14 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from google.protobuf.message import DecodeError
-from msgspec import structs
 
 from kvferry.engine.base import (
     Engine,
     EngineOutput,
     EngineRequest,
     TransferParams,
-    without_features,
 )
 from kvferry.errors import (
     DeadlineExceeded,
@@ -287,7 +285,7 @@ class GatewaySession:
             self._refuse(number, refusal)
             self._worker.requests_changed()
             return
-        images, request = WaitingImages(self._worker.image_room, request), without_features(request)
+        images = WaitingImages(self._worker.image_room, request)
         self.tasks[number] = self._loop.create_task(self._run(number, request, images), name=request.request_id)
         self._tenants.note(number, message)
         self._worker.requests_changed()
@@ -320,8 +318,7 @@ class GatewaySession:
 
     async def _run(self, number: int, request: EngineRequest, images: WaitingImages) -> None:
         instrumented = self._worker.instrumentation.begin(request)
-        if instrumented.span is not None:
-            request = structs.replace(request, trace=instrumented.span.context)
+        trace = instrumented.span.context if instrumented.span is not None else None
         output: EngineOutput | None = None
         num_generated = 0
         self._tenants.begin(request)
@@ -332,7 +329,7 @@ class GatewaySession:
                     await self._worker.first_outputs.begin((self, number), is_suspect=request.is_suspect)
                 self._on_engine.add(number)
                 async with contextlib.aclosing(  # type: ignore[type-var]
-                    self._worker.engine.generate(images.of_engine(request, on_engine.due_ms))
+                    self._worker.engine.generate(request, due_ms=on_engine.due_ms, trace=trace)
                 ) as outputs:
                     async for output in outputs:
                         self._worker.first_outputs.end((self, number))

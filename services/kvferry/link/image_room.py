@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from msgspec import structs
-
-from kvferry.engine.base import EngineRequest, features_bytes
+from kvferry.engine.base import EngineRequest
 from kvferry.errors import Overloaded
 
 MAX_IMAGE_BYTES: Final = 1 << 30  # of all gateways, encoded; an engine holds as much again
@@ -21,7 +19,7 @@ class ImageRoom:
 
     def refusal(self, request: EngineRequest) -> Overloaded | None:
         """A request that finds no other one is never refused."""
-        num_bytes = features_bytes(request)
+        num_bytes = request.features.num_bytes
         if not (num_bytes and self.num_bytes) or self.num_bytes + num_bytes <= self._max_bytes:
             return None
         return Overloaded(
@@ -34,16 +32,8 @@ class WaitingImages:
 
     def __init__(self, room: ImageRoom, request: EngineRequest) -> None:
         self._room = room
-        self._images = request.images
-        self._num_bytes = features_bytes(request)
+        self._num_bytes = request.features.num_bytes
         room.num_bytes += self._num_bytes
-
-    def of_engine(self, request: EngineRequest, due_ms: float) -> EngineRequest:
-        """Return the engine's request, and keep no reference to the images."""
-        images, self._images = self._images, ()
-        if not (images or due_ms):
-            return request
-        return structs.replace(request, images=images, due_ms=due_ms or request.due_ms)
 
     def leave(self) -> None:
         """Idempotent."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kvferry import __version__
 from kvferry.config import WorkerConfig
-from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TransferParams, Turn, features_bytes
+from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TransferParams, Turn
 from kvferry.errors import InvalidRequest, KvferryError, Overloaded, TenantOverloaded, WorkerLost
 from kvferry.link import codec
 from kvferry.link.flow_control import ACK_EVERY_S, QUIET_S, SILENCE_LIMIT_S, AckCounter
@@ -452,7 +452,7 @@ class WorkerLink:
 
 def _submit_payload(number: int, request: EngineRequest) -> bytes:
     """Raises InvalidRequest for one over MAX_FRAME_BYTES."""
-    of_images, payload = features_bytes(request), b""
+    of_images, payload = request.features.num_bytes, b""
     if of_images <= MAX_FRAME_BYTES:
         payload = codec.submit_to_wire(number, request).SerializeToString()
     if (size := max(len(payload), of_images)) > MAX_FRAME_BYTES:

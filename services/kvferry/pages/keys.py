@@ -33,9 +33,15 @@ _BIG_ENDIAN = sys.byteorder == "big"
 
 
 class ImageSpan(NamedTuple):
+    """The place of an image in a prompt: `num_tokens` placeholder tokens from `offset` on."""
+
     digest: str
     offset: int
     num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_tokens
 
 
 # Images by page, for pages that have tokens of images: digest, and offset from the page's first token (may be < 0).

@@ -15,6 +15,7 @@ from kvferry.engine.base import (
     Continued,
     EngineOutput,
     EngineRequest,
+    ImageFeatures,
     Parse,
     PromptImage,
     RequestId,
@@ -22,7 +23,6 @@ from kvferry.engine.base import (
     TierHints,
     TransferParams,
     Turn,
-    images_without_features,
 )
 from kvferry.errors import EngineError
 from kvferry.link.remote_request import OnOutput, OnText, as_on_text
@@ -55,8 +55,8 @@ class Prompt(msgspec.Struct, frozen=True):
         return page_salt(self.cache_salt, self.adapter)
 
     @property
-    def image_spans(self) -> list[ImageSpan]:
-        return [ImageSpan(image.digest, image.offset, image.num_tokens) for image in self.images]
+    def image_spans(self) -> tuple[ImageSpan, ...]:
+        return tuple(image.span for image in self.images)
 
 
 class Contract(msgspec.Struct, frozen=True):
@@ -138,9 +138,7 @@ class Answer:
 
     def prompt_request(self, placement: Placement, trace: TraceContext | None) -> EngineRequest:
         """Return what a prefill worker is asked for: the pages of all tokens so far."""
-        return self._engine_request(
-            PROMPT_ONLY, placement, trace, images=self.request.prompt.images, keep_for_transfer=True
-        )
+        return self._engine_request(PROMPT_ONLY, placement, trace, self._features(), keep_for_transfer=True)
 
     def answer_request(
         self,
@@ -151,13 +149,12 @@ class Answer:
         may_preempt: bool = False,
     ) -> EngineRequest:
         """Return what a decode worker is asked for; it pulls the pages that `transfer_params` name."""
-        images = self.request.prompt.images
         return self._engine_request(
             self.request.sampling,
             # What the prefill worker has computed or loaded, the decode worker does not.
             placement if placement.prefill is None and transfer_params is None else None,
             trace,
-            images=images if transfer_params is None else images_without_features(images),
+            self._features() if transfer_params is None else ImageFeatures(),
             transfer_params=transfer_params,
             continued=self._continued,
             parse=self.request.parse,
@@ -169,8 +166,8 @@ class Answer:
         sampling: Sampling,
         computing: Placement | None,
         trace: TraceContext | None,
+        features: ImageFeatures,
         *,
-        images: tuple[PromptImage, ...],
         keep_for_transfer: bool = False,
         transfer_params: TransferParams | None = None,
         continued: Continued | None = None,
@@ -198,8 +195,12 @@ class Answer:
             turn=_turn(request.contract.turn, decision),
             pool=request.pool,
             adapter=prompt.adapter,
-            images=images,
+            images=prompt.image_spans,
+            features=features,
         )
+
+    def _features(self) -> ImageFeatures:
+        return ImageFeatures(image.features for image in self.request.prompt.images)
 
     def on_first_output(self, called: Callable[[], None]) -> None:
         """`called` is called once, before the attempt's first output is delivered."""

@@ -73,7 +73,7 @@ class OnEngine:
         times: TenantTimes | None = None,
     ) -> None:
         self.count_tokens: Callable[[int], None] | None = None  # called with the prompt's, at the request's end
-        self.due_ms = due_ms  # for the engine: EngineRequest.due_ms
+        self.due_ms = due_ms  # for the engine, as in Engine.generate
         self._times = times
         self.is_computing = end_prompt is not None or stream is not None
         self._end_prompt = end_prompt

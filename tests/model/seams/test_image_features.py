@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.engine.base import EngineRequest, PromptImage, RequestId, Sampling
+from kvferry.engine.base import EngineRequest, ImageFeatures, RequestId, Sampling
 from kvferry.errors import InvalidRequest
+from kvferry.pages.keys import ImageSpan
 
 pytestmark = pytest.mark.vllm
 
@@ -63,8 +64,14 @@ def prompt(features: bytes, num_tiles: int = 2) -> Any:
     from kvferry.engine.vllm.image_models import image_prompt
 
     tokens = [8, *[9] * (TILE_TOKENS * (num_tiles - 1)), 7, *[9] * TILE_TOKENS, 8]
-    image = PromptImage("digest", 1, len(tokens) - 2, features)
-    request = EngineRequest(RequestId("r"), tokens, Sampling(max_tokens=1), images=(image,), cache_salt="salt")
+    request = EngineRequest(
+        RequestId("r"),
+        tokens,
+        Sampling(max_tokens=1),
+        cache_salt="salt",
+        images=(ImageSpan("digest", 1, len(tokens) - 2),),
+        features=ImageFeatures([features]),
+    )
     return image_prompt(request, MODEL)
 
 
@@ -210,6 +217,6 @@ def test_every_image_architecture_has_its_check_and_others_take_no_images() -> N
     from kvferry.engine.vllm.model_kinds import IMAGE_ARCHITECTURES
 
     assert CHECKS.keys() == IMAGE_ARCHITECTURES
-    request = EngineRequest(RequestId("r"), [9, 1], Sampling(max_tokens=1), images=(PromptImage("digest", 0, 1, b"x"),))
+    request = EngineRequest(RequestId("r"), [9, 1], Sampling(max_tokens=1), images=(ImageSpan("digest", 0, 1),))
     with pytest.raises(InvalidRequest, match="takes no images"):
         image_prompt(request, SimpleNamespace(architecture="LlamaForCausalLM"))

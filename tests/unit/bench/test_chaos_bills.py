@@ -208,7 +208,7 @@ class ScriptedEngine:
         self._outputs = outputs
         self._error = error
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate(self, request: EngineRequest, **of_worker: Any) -> AsyncIterator[EngineOutput]:
         for output in self._outputs:
             await asyncio.sleep(0)
             yield output

@@ -8,12 +8,11 @@ from kvferry.engine.base import (
     MAX_DIGEST_CHARS,
     MAX_IMAGES,
     EngineRequest,
+    ImageFeatures,
     PromptImage,
     RequestId,
     Sampling,
-    features_bytes,
     validate_images,
-    without_features,
 )
 from kvferry.errors import InvalidRequest
 
@@ -21,7 +20,12 @@ from kvferry.errors import InvalidRequest
 def request(*images: PromptImage, num_tokens: int = 20, is_transfer: bool = False) -> EngineRequest:
     transfer = {"remote": 1} if is_transfer else None
     return EngineRequest(
-        RequestId("r"), [1] * num_tokens, Sampling(max_tokens=1), transfer_params=transfer, images=images
+        RequestId("r"),
+        [1] * num_tokens,
+        Sampling(max_tokens=1),
+        transfer_params=transfer,
+        images=tuple(image.span for image in images),
+        features=ImageFeatures(() if is_transfer else (image.features for image in images)),
     )
 
 
@@ -43,7 +47,7 @@ def test_images_in_order_are_taken_to_the_last_token_but_one() -> None:
         ((PromptImage("a", 15, 6, b"x"),), "of a prompt of 20"),
         ((PromptImage("a", 5, 5, b"x"), PromptImage("b", 9, 2, b"x")), "image 1 has tokens 9 to 11"),
         ((PromptImage("a", 15, 5, b"x"),), "text must follow"),
-        ((PromptImage("a", 0, 1, b"x"), PromptImage("a", 1, 1)), "image 1 has no features"),
+        ((PromptImage("a", 0, 1, b"x"), PromptImage("a", 1, 1, b"")), "image 1 has no features"),
         (tuple(PromptImage("a", i, 1, b"x") for i in range(MAX_IMAGES + 1)), f"the limit is {MAX_IMAGES}"),
     ],
 )
@@ -53,9 +57,11 @@ def test_others_are_refused_by_name(images: tuple[PromptImage, ...], reason: str
 
 
 def test_no_features_are_needed_where_the_pages_are_transferred() -> None:
-    whole = request(PromptImage("a", 0, 10, b"xyz"), PromptImage("b", 12, 1, b"x"), is_transfer=True)
-    without = without_features(whole)
-    validate_images(without)
-    assert (features_bytes(whole), features_bytes(without)) == (4, 0)
-    assert [(image.digest, image.offset, image.num_tokens) for image in without.images] == [("a", 0, 10), ("b", 12, 1)]
-    assert without_features(without) is without
+    validate_images(request(PromptImage("a", 0, 10, b"xyz"), PromptImage("b", 12, 1, b"x"), is_transfer=True))
+
+
+def test_features_are_there_until_they_are_taken() -> None:
+    features = ImageFeatures([b"xyz", b"x"])
+    assert (features.num_bytes, features) == (4, ImageFeatures([b"xyz", b"x"]))
+    assert features.take() == (b"xyz", b"x")
+    assert (features.take(), features.num_bytes, features) == ((), 0, ImageFeatures())

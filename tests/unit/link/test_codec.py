@@ -15,8 +15,8 @@ from kvferry.engine.base import (
     EngineStats,
     EngineTimes,
     FinishReason,
+    ImageFeatures,
     Parse,
-    PromptImage,
     PromptSources,
     RequestId,
     Sampling,
@@ -27,6 +27,7 @@ from kvferry.engine.base import (
 )
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, Overloaded
 from kvferry.link import codec
+from kvferry.pages.keys import ImageSpan
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.terms import EngineTerms, TierTerms
 from kvferry.wire.v1 import worker_pb2 as pb
@@ -75,19 +76,33 @@ def test_sampling_survives_the_wire(sampling: Sampling) -> None:
     ("keep", "transfer"), [(True, None), (False, {"remote_block_ids": [[1, 2]], "nested": {"a": None}}), (False, None)]
 )
 def test_a_request_survives_the_wire(keep: bool, transfer: dict[str, object] | None) -> None:
-    images = (PromptImage("a" * 64, 0, 1, b"\x00features"), PromptImage("b", 1, 2))
-    request = EngineRequest(RequestId("r-1"), [5, 6, 7], FULL, keep, transfer, "salt", adapter="sql@00", images=images)
+    images = (ImageSpan("a" * 64, 0, 1), ImageSpan("b", 1, 2))
+    features = ImageFeatures([b"\x00features", b"more"] if transfer is None else [])
+    request = EngineRequest(
+        *(RequestId("r-1"), [5, 6, 7], FULL, keep, transfer, "salt"), adapter="sql@00", images=images, features=features
+    )
     message = pb.Downward.FromString(codec.submit_to_wire(9, request).SerializeToString())
     assert message.submit.number == 9
     assert codec.submit_from_wire(message.submit) == request
 
 
 def test_of_too_many_images_one_more_than_allowed_is_read() -> None:
-    images = tuple(PromptImage("a", i, 1, b"x") for i in range(2 * MAX_IMAGES))
+    images = tuple(ImageSpan("a", i, 1) for i in range(2 * MAX_IMAGES))
     request = EngineRequest(RequestId("r"), [1] * (2 * MAX_IMAGES + 1), FULL, images=images)
     read = codec.submit_from_wire(codec.submit_to_wire(1, request).submit)
     assert read.images == images[: MAX_IMAGES + 1]
+    assert read.features == ImageFeatures()
     with pytest.raises(InvalidRequest, match=f"{MAX_IMAGES + 1} images; the limit is {MAX_IMAGES}"):
+        validate_images(read)
+
+
+def test_features_stay_with_their_images() -> None:
+    images = (ImageSpan("a", 0, 1), ImageSpan("b", 1, 1))
+    message = codec.submit_to_wire(1, EngineRequest(RequestId("r"), [1] * 3, FULL, images=images)).submit
+    message.images[1].features = b"of b"
+    read = codec.submit_from_wire(message)
+    assert read.features.by_image == (b"", b"of b")
+    with pytest.raises(InvalidRequest, match="image 0 has no features"):
         validate_images(read)
 
 

@@ -161,7 +161,7 @@ def test_a_digest_is_of_tenant_prompt_parameters_adapter_and_images() -> None:
         structs.replace(REQUEST, parse=Parse(b"x")),
     ]
     assert len({digest_of(each) for each in (REQUEST, *others)}) == 9
-    without_features = Prompt([1, 2, 3], "acme", images=(PromptImage("b", 0, 1),))
+    without_features = Prompt([1, 2, 3], "acme", images=(PromptImage("b", 0, 1, b""),))
     assert digest_of(structs.replace(REQUEST, prompt=without_features)) == digest_of(others[5])
 
 

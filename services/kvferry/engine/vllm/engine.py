@@ -36,7 +36,6 @@ from kvferry.engine.base import (
     validate_adapter,
     validate_continuation,
     validate_images,
-    without_features,
 )
 from kvferry.engine.fair_turns import FairTurns
 from kvferry.engine.parsing import ParsedAnswer
@@ -66,6 +65,7 @@ from kvferry.engine.vllm.start.start_checks import check_rope_theta
 from kvferry.engine.vllm.start.weights import check_load_format, weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, UnsupportedEngine
 from kvferry.model_folder import cache_folder
+from kvferry.observability.tracing import TraceContext
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
 from kvferry.tenancy.pages.outcome import TenantUsage
 from kvferry.util.addresses import free_port
@@ -288,7 +288,9 @@ class VllmEngine:
         assert self._folder is not None
         return f"ipc://{self._folder.path}/replay"
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate(
+        self, request: EngineRequest, *, due_ms: float = 0.0, trace: TraceContext | None = None
+    ) -> AsyncIterator[EngineOutput]:
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -303,10 +305,9 @@ class VllmEngine:
         self._num_queued_prompt_tokens += num_queued
         try:
             prompt = _prompt(request, llm, self._vocabulary)
-            request = without_features(request)
             if request.continued is not None:
                 self._continuations.expect(request_id, request.continued)
-            params, parsed, options = await self._prepare(request, transfer)
+            params, parsed, options = await self._prepare(request, transfer, due_ms, trace or request.trace)
             assert self._validator is not None
             await self._validator.validate(params)
             if request.adapter:
@@ -347,7 +348,7 @@ class VllmEngine:
                     await self.decline(request)
 
     async def _prepare(
-        self, request: EngineRequest, transfer: dict[str, Any] | None
+        self, request: EngineRequest, transfer: dict[str, Any] | None, due_ms: float, trace: TraceContext | None
     ) -> tuple[SamplingParams, ParsedAnswer | None, dict[str, Any]]:
         from kvferry.engine.vllm.sampling import to_vllm
 
@@ -364,12 +365,12 @@ class VllmEngine:
             parsed = begun.answer
             options |= begun.engine_arguments
         if self._has_tenants:
-            options["priority"] = min(round(request.due_ms * 1e3), _MAX_PRIORITY)  # the lowest first
+            options["priority"] = min(round(due_ms * 1e3), _MAX_PRIORITY)  # the lowest first
         is_hinted = self._has_tenants or self._tier.enabled
-        if is_hinted and (request.tier is not None or request.trace is not None):
+        if is_hinted and (request.tier is not None or trace is not None):
             from kvferry.engine.vllm.plugins.tier.request_tier_state import to_kv_hints
 
-            options["kv_hints"] = to_kv_hints(request.request_id, request.tier or TierHints(), request.trace)
+            options["kv_hints"] = to_kv_hints(request.request_id, request.tier or TierHints(), trace)
         return params, parsed, options
 
     async def _begin_parser(self, request: EngineRequest, params: SamplingParams) -> Begun:
@@ -501,4 +502,4 @@ def _prompt(request: EngineRequest, llm: Any, vocabulary: Vocabulary) -> Any:
         return tokens_input(list(request.prompt_token_ids), cache_salt=request.page_salt or None)
     from kvferry.engine.vllm.image_models import image_prompt
 
-    return image_prompt(request if request.transfer_params is None else without_features(request), llm.model_config)
+    return image_prompt(request, llm.model_config)

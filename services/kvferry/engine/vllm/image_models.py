@@ -10,9 +10,10 @@ import torch
 from vllm.inputs.engine import mm_input
 from vllm.multimodal.inputs import MultiModalKwargsItem, PlaceholderRange
 
-from kvferry.engine.base import EngineRequest, PromptImage
+from kvferry.engine.base import EngineRequest
 from kvferry.engine.vllm.rendering.image_features import decode_features
 from kvferry.errors import InvalidRequest
+from kvferry.pages.keys import ImageSpan
 
 MODALITY = "image"
 _SALT_MARK = "@"
@@ -79,7 +80,7 @@ CHECKS: Mapping[str, Callable[[MultiModalKwargsItem, Any], int]] = {"Idefics3For
 
 
 def image_prompt(request: EngineRequest, model_config: Any) -> dict[str, Any]:
-    """Return vLLM's input. Raises InvalidRequest."""
+    """Return vLLM's input, and take the request's features. Raises InvalidRequest."""
     # An image without features has no data: its pages come from another engine (plugins/absent_images.py).
     check = CHECKS.get(model_config.architecture)
     if check is None:
@@ -87,9 +88,12 @@ def image_prompt(request: EngineRequest, model_config: Any) -> dict[str, Any]:
     config = model_config.hf_config
     items: list[MultiModalKwargsItem | None] = []
     places = []
+    features = request.features.take()
+    if request.transfer_params is not None:
+        features = ()
     for number, image in enumerate(request.images):
         place = placeholder_range(request.prompt_token_ids, image, config.image_token_id)
-        item = decode_features(image.features) if image.features else None
+        item = decode_features(features[number]) if features else None
         if item is not None:
             num_embeds = check(item, config)
             check_dtype(item, model_config.dtype)
@@ -119,7 +123,7 @@ def digest_in(identifier: str) -> str:
     return identifier.rpartition(_SALT_MARK)[0] or identifier
 
 
-def placeholder_range(token_ids: Sequence[int], image: PromptImage, image_token_id: int) -> PlaceholderRange:
+def placeholder_range(token_ids: Sequence[int], image: ImageSpan, image_token_id: int) -> PlaceholderRange:
     # Tokens beside the embeddings separate tiles.
     is_embed = torch.tensor([token_id == image_token_id for token_id in token_ids[image.offset : image.end]])
     return PlaceholderRange(image.offset, image.num_tokens, None if is_embed.all() else is_embed)

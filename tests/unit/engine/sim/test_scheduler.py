@@ -20,9 +20,9 @@ class Steps:
 
     def add(self, name: str, num_tokens: int, due_ms: float = 0.0, tenant: str = "a") -> None:
         tokens = [len(self.scheduler) + 1] * num_tokens
-        request = EngineRequest(RequestId(name), tokens, Sampling(max_tokens=9), due_ms=due_ms, turn=Turn(tenant, 1.0))
+        request = EngineRequest(RequestId(name), tokens, Sampling(max_tokens=9), turn=Turn(tenant, 1.0))
         sequence = to_sequence(
-            request, SimConfig(), SimTokenizer(), block_size=4, max_tokens_total=num_tokens + 9, seed=1
+            request, SimConfig(), SimTokenizer(), block_size=4, max_tokens_total=num_tokens + 9, seed=1, due_ms=due_ms
         )
         self.scheduler.add(sequence)
 
