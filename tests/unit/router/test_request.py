@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 
 import pytest
 from msgspec import structs
 
+import kvferry
 from kvferry.engine.base import (
     Continued,
     EngineOutput,
@@ -253,3 +255,10 @@ def test_engines_get_hints_where_there_are_any(
     answer = answer_of(plain)
     assert answer.answer_request(decided(None, load), None, may_preempt=True).tier == hints
     assert answer.answer_request(AGGREGATED, None).turn is None
+
+
+@pytest.mark.parametrize("package", ["gateway", "router", "link", "worker"])
+def test_requests_are_composed_and_never_replaced(package: str) -> None:
+    files = [*(Path(kvferry.__file__).parent / package).rglob("*.py")]
+    assert files
+    assert [file.name for file in files if "structs.replace" in file.read_text()] == []
