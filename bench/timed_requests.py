@@ -25,7 +25,6 @@ from kvferry.engine.base import (
     Asker,
     ChatImage,
     EngineRequest,
-    ImageFeatures,
     PromptImage,
     RequestId,
     Sampling,
@@ -354,6 +353,6 @@ class EngineRequests:
             sampling,
             cache_salt=self._salts.asker(tenant).salt,
             images=tuple(image.span for image in images),
-            features=ImageFeatures(image.features for image in images),
+            features=[image.features for image in images],
         )
         await answer(self._engine, request)

@@ -13,7 +13,6 @@ from msgspec import structs
 from kvferry.engine.base import (
     EngineOutput,
     EngineRequest,
-    ImageFeatures,
     PromptImage,
     RequestId,
     Sampling,
@@ -56,7 +55,7 @@ def seeing(monkeypatch: pytest.MonkeyPatch) -> Seeing:
             state.num_failing -= 1
             await engine.release(request.transfer_params)
             raise PagesNotMoved("the pages did not come")
-        async for output in plain(engine, structs.replace(request, images=(), features=ImageFeatures()), **of_worker):
+        async for output in plain(engine, structs.replace(request, images=(), features=[]), **of_worker):
             yield output
 
     monkeypatch.setattr(SimEngine, "generate", generate)
@@ -79,8 +78,8 @@ async def test_prefill_workers_get_the_features_and_decode_workers_do_not(seeing
         assert record.reason == "disaggregated"
         (prefill,), (decode,) = cluster.engines(MemberKind.PREFILL), cluster.engines(MemberKind.DECODE)
         (of_prefill,), (of_decode,) = seeing.of(prefill), seeing.of(decode)
-        assert (of_prefill.images, of_prefill.features.by_image) == ((IMAGE.span,), (IMAGE.features,))
-        assert (of_decode.images, of_decode.features.num_bytes) == ((IMAGE.span,), 0)
+        assert (of_prefill.images, of_prefill.features) == ((IMAGE.span,), [IMAGE.features])
+        assert (of_decode.images, of_decode.features) == ((IMAGE.span,), [])
 
 
 async def test_another_prefill_worker_computes_pages_that_did_not_come(seeing: Seeing) -> None:
@@ -92,7 +91,7 @@ async def test_another_prefill_worker_computes_pages_that_did_not_come(seeing: S
         assert tokens == expected
         assert [len(seeing.of(engine)) for engine in cluster.engines(MemberKind.PREFILL)] == [1, 1]
         (decode,) = cluster.engines(MemberKind.DECODE)
-        assert [request.features.num_bytes for request in seeing.of(decode)] == [0, 0], "it is tried again"
+        assert [request.features for request in seeing.of(decode)] == [[], []], "it is tried again"
         assert record.reason == "disaggregated"
 
 
@@ -105,8 +104,8 @@ async def test_a_decode_worker_encodes_only_where_no_prefill_worker_is_left(seei
         assert tokens == expected
         (decode,) = cluster.engines(MemberKind.DECODE)
         first, second = seeing.of(decode)
-        assert (first.transfer_params is None, first.features.num_bytes) == (False, 0)
-        assert (second.transfer_params is None, second.features.by_image) == (True, (IMAGE.features,))
+        assert (first.transfer_params is None, first.features) == (False, [])
+        assert (second.transfer_params is None, second.features) == (True, [IMAGE.features])
     async with running(0, 1) as cluster:
         tokens, record = await run(cluster)
         assert tokens == expected
@@ -142,7 +141,7 @@ async def test_images_that_wait_at_a_worker_have_a_limit(seeing: Seeing) -> None
 
 def test_a_request_larger_than_the_room_has_it_alone() -> None:
     def of(num_bytes: int) -> EngineRequest:
-        features = ImageFeatures([bytes(num_bytes)])
+        features = [bytes(num_bytes)]
         return EngineRequest(RequestId("r"), TEXT.prompt.token_ids, SAMPLING, images=(IMAGE.span,), features=features)
 
     room = ImageRoom(max_bytes=10)

@@ -13,12 +13,12 @@ import pytest
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
-from kvferry.engine.base import EngineRequest
 from kvferry.errors import ConfigError
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.link.identity.protocol import Identity, ServedModel
 from kvferry.membership.base import MemberKind
 from kvferry.pages.keys import route_keys, seed_of
+from kvferry.router.request import Request
 from support.waiting import SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
@@ -109,7 +109,7 @@ async def test_models_share_no_page_and_no_route_key() -> None:
     same = {**BETA, "model": {**ALPHA["model"], "aliases": []}}  # type: ignore[dict-item]
     prompt = " ".join(f"word{i}" for i in range(64))
     async with running(models=[ALPHA, same]) as cluster, client(cluster) as http:
-        seen: list[EngineRequest] = []
+        seen: list[Request] = []
         cluster.dispatcher.run = _noted(cluster.dispatcher.run, seen)  # type: ignore[method-assign]
         cached = {}
         for name in ("alpha", "beta", MODEL):
@@ -120,14 +120,17 @@ async def test_models_share_no_page_and_no_route_key() -> None:
                 if each not in cached
             ]
             assert cached[name][0] > 0, "its own pages are found"
-        tokens = {tuple(request.prompt_token_ids) for request in seen}
+        tokens = {tuple(request.prompt.token_ids) for request in seen}
         assert len(tokens) == 1
-        keys = {tuple(route_keys(next(iter(tokens)), 16, seed_of(salt))) for salt in {each.cache_salt for each in seen}}
+        keys = {
+            tuple(route_keys(next(iter(tokens)), 16, seed_of(salt)))
+            for salt in {each.prompt.cache_salt for each in seen}
+        }
         assert len(set(itertools.chain(*keys))) == 3 * len(next(iter(keys))), "no key of one model is another's"
 
 
-def _noted(run: Any, seen: list[EngineRequest]) -> Any:
-    def noted(request: EngineRequest, *args: Any, **kwargs: Any) -> Any:
+def _noted(run: Any, seen: list[Request]) -> Any:
+    def noted(request: Request, *args: Any, **kwargs: Any) -> Any:
         seen.append(request)
         return run(request, *args, **kwargs)
 

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from kvferry.config import WorkerConfig
-from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, ImageFeatures, RequestId, Sampling
+from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, RequestId, Sampling
 from kvferry.errors import EngineError, InvalidRequest, WorkerLost
 from kvferry.link import codec, flow_control, worker_link
 from kvferry.link.frames import PREAMBLE, FrameDecoder, encode_frames
@@ -359,7 +359,7 @@ async def test_a_request_over_the_limit_of_a_message_is_refused_before_it_is_sen
         monkeypatch.setattr(worker_link, "MAX_FRAME_BYTES", size - 1)
         with pytest.raises(InvalidRequest, match=f"takes {size} bytes to a worker; the limit is {size - 1}"):
             Sent(link, request())
-        spans, features = (ImageSpan("a", 0, 1), ImageSpan("b", 2, 1)), ImageFeatures([bytes(size - 1), b"x"])
+        spans, features = (ImageSpan("a", 0, 1), ImageSpan("b", 2, 1)), [bytes(size - 1), b"x"]
         with pytest.raises(InvalidRequest, match=f"takes {size} bytes, {size} of them for its 2 images, to a worker"):
             Sent(link, request(images=spans, features=features))
         assert link.num_requests == 0

@@ -23,7 +23,6 @@ from kvferry.engine.base import (
     Continued,
     EngineOutput,
     EngineRequest,
-    ImageFeatures,
     PromptImage,
     RequestId,
     Sampling,
@@ -63,7 +62,7 @@ class Prompts:
             ANSWER,
             cache_salt=salt,
             images=tuple(image.span for image in images),
-            features=ImageFeatures(image.features for image in images if has_features),
+            features=[image.features for image in images if has_features],
         )
         return structs.replace(request, **changes)
 

@@ -131,8 +131,7 @@ class Turn(msgspec.Struct, frozen=True):
 class PromptImage(msgspec.Struct, frozen=True):
     """An image of a prompt, as the model's processor made it.
 
-    Equal digests have equal features: they are of the image and the processor's settings. `features` is private to
-    renderer and engine.
+    Equal digests have equal `features`, which are private to renderer and engine.
     """
 
     digest: str
@@ -143,39 +142,6 @@ class PromptImage(msgspec.Struct, frozen=True):
     @property
     def span(self) -> ImageSpan:
         return ImageSpan(self.digest, self.offset, self.num_tokens)
-
-
-class ImageFeatures:
-    """The features of a request's images, in their order, until its engine takes them.
-
-    Whoever holds the request holds no features any more then: an answer is long, and its images may be large.
-    """
-
-    __slots__ = ("_by_image",)
-
-    def __init__(self, by_image: Iterable[bytes] = ()) -> None:
-        self._by_image = tuple(by_image)
-
-    def __repr__(self) -> str:
-        return f"<ImageFeatures {len(self._by_image)} images, {self.num_bytes} bytes>"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ImageFeatures) and self._by_image == other._by_image
-
-    __hash__ = None  # type: ignore[assignment] # it changes
-
-    @property
-    def by_image(self) -> tuple[bytes, ...]:
-        return self._by_image
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self._by_image))
-
-    def take(self) -> tuple[bytes, ...]:
-        """Return them, and keep none."""
-        by_image, self._by_image = self._by_image, ()
-        return by_image
 
 
 class ChatImage(msgspec.Struct, frozen=True):
@@ -206,7 +172,9 @@ class EngineRequest(msgspec.Struct, frozen=True):
     pool: str = ""  # whose workers alone may have it; empty: the default one
     adapter: str = ""  # of EngineInfo.adapters; empty: the model itself
     images: tuple[ImageSpan, ...] = ()  # by offset; they do not overlap
-    features: ImageFeatures = msgspec.field(default_factory=ImageFeatures)  # none where pages come from another engine
+    # By image; none where pages come from another engine. The engine takes them out: whoever holds the request during
+    # its answer then holds no features.
+    features: list[bytes] = []
 
     @property
     def page_salt(self) -> str:
@@ -237,7 +205,7 @@ MAX_DIGEST_CHARS = 128
 
 def validate_images(request: EngineRequest) -> None:
     """Raises InvalidRequest."""
-    images, features = request.images, request.features.by_image
+    images, features = request.images, request.features
     if len(images) > MAX_IMAGES:
         raise InvalidRequest(f"the prompt has {len(images)} images; the limit is {MAX_IMAGES}")
     before, num_tokens = 0, len(request.prompt_token_ids)

@@ -24,7 +24,6 @@ from kvferry.engine.base import (
     EngineRequest,
     EngineStats,
     FinishReason,
-    ImageFeatures,
     Parse,
     PromptSources,
     RequestId,
@@ -132,7 +131,7 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
         turn_to_wire(request.turn, submit.turn)
     for image in request.images:
         submit.images.add(digest=image.digest, offset=image.offset, num_tokens=image.num_tokens)
-    for entry, features in zip(submit.images, request.features.by_image, strict=False):  # none have any, or all
+    for entry, features in zip(submit.images, request.features, strict=False):  # none have any, or all
         entry.features = features
     return message
 
@@ -184,7 +183,7 @@ def submit_from_wire(message: pb.Submit) -> EngineRequest:
         pool=message.pool,
         adapter=message.adapter,
         images=tuple(ImageSpan(image.digest, image.offset, image.num_tokens) for image in images),
-        features=ImageFeatures(features if any(features) else ()),
+        features=features if any(features) else [],
     )
 
 

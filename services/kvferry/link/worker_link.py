@@ -452,7 +452,7 @@ class WorkerLink:
 
 def _submit_payload(number: int, request: EngineRequest) -> bytes:
     """Raises InvalidRequest for one over MAX_FRAME_BYTES."""
-    of_images, payload = request.features.num_bytes, b""
+    of_images, payload = sum(map(len, request.features)), b""
     if of_images <= MAX_FRAME_BYTES:
         payload = codec.submit_to_wire(number, request).SerializeToString()
     if (size := max(len(payload), of_images)) > MAX_FRAME_BYTES:

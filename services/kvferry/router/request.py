@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -15,7 +15,6 @@ from kvferry.engine.base import (
     Continued,
     EngineOutput,
     EngineRequest,
-    ImageFeatures,
     Parse,
     PromptImage,
     RequestId,
@@ -30,6 +29,7 @@ from kvferry.observability.tracing import TraceContext
 from kvferry.pages.keys import ImageSpan, page_salt
 from kvferry.router.placement import Placement
 from kvferry.router.priced_placement import Decision
+from kvferry.router.prices.pricing import NO_LOAD
 from kvferry.router.request_record import RequestRecord
 from kvferry.router.volume_pool import volume_of
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
@@ -66,11 +66,6 @@ class Contract(msgspec.Struct, frozen=True):
     namespace: Namespace = DEFAULT_NAMESPACE
     terms: EngineTerms | None = None  # None: not known
 
-    @property
-    def is_default(self) -> bool:
-        """Whether engines keep the request's pages as those of anybody."""
-        return self.terms is None and self.namespace == DEFAULT_NAMESPACE
-
 
 NO_CONTRACT: Final = Contract()
 
@@ -102,7 +97,7 @@ class Answer:
         self._num_chars = 0
         self._sizes: list[int] | None = [] if request.parse is not None else None  # tokens of each output
         self._num_continuations = 0
-        self._all_token_ids: Sequence[int] = request.prompt.token_ids
+        self.all_token_ids: Sequence[int] = request.prompt.token_ids  # with those answered before the attempt
         self._continued: Continued | None = None
         self._is_suspect = False
         self._on_first_output: Callable[[], None] | None = None
@@ -122,7 +117,7 @@ class Answer:
         noted = self._record.continued_after
         if noted[-1:] != [len(given)] and len(noted) < MAX_NOTED:
             noted.append(len(given))
-        self._all_token_ids = array("I", [*request.prompt.token_ids, *given])
+        self.all_token_ids = array("I", [*request.prompt.token_ids, *given])
         self._continued = Continued(len(given), self._num_chars, tuple(self._sizes or ()))
 
     @property
@@ -131,14 +126,9 @@ class Answer:
         request_id, number = self.request.request_id, self._num_continuations
         return RequestId(f"{request_id}-c{number}") if number else request_id
 
-    @property
-    def all_token_ids(self) -> Sequence[int]:
-        """The prompt and what was answered before the attempt."""
-        return self._all_token_ids
-
     def prompt_request(self, placement: Placement, trace: TraceContext | None) -> EngineRequest:
         """Return what a prefill worker is asked for: the pages of all tokens so far."""
-        return self._engine_request(PROMPT_ONLY, placement, trace, self._features(), keep_for_transfer=True)
+        return self._engine_request(PROMPT_ONLY, placement, trace, keep_for_transfer=True)
 
     def answer_request(
         self,
@@ -149,12 +139,11 @@ class Answer:
         may_preempt: bool = False,
     ) -> EngineRequest:
         """Return what a decode worker is asked for; it pulls the pages that `transfer_params` name."""
+        computes = placement.prefill is None and transfer_params is None
         return self._engine_request(
             self.request.sampling,
-            # What the prefill worker has computed or loaded, the decode worker does not.
-            placement if placement.prefill is None and transfer_params is None else None,
+            placement if computes else None,
             trace,
-            self._features() if transfer_params is None else ImageFeatures(),
             transfer_params=transfer_params,
             continued=self._continued,
             parse=self.request.parse,
@@ -166,41 +155,33 @@ class Answer:
         sampling: Sampling,
         computing: Placement | None,
         trace: TraceContext | None,
-        features: ImageFeatures,
         *,
-        keep_for_transfer: bool = False,
         transfer_params: TransferParams | None = None,
-        continued: Continued | None = None,
-        parse: Parse | None = None,
-        is_preemptible: bool = False,
+        **of_kind: Any,
     ) -> EngineRequest:
         """`computing` is the placement where the worker computes the prompt, or loads it."""
         request, prompt = self.request, self.request.prompt
-        decision = computing if isinstance(computing, Decision) else None
+        decision, turn = computing if isinstance(computing, Decision) else None, request.contract.turn
+        if turn is not None and decision is not None:
+            turn = Turn(turn.tenant, turn.share, decision.missing_tokens)
         return EngineRequest(
             self.request_id,
-            self._all_token_ids,
+            self.all_token_ids,
             sampling,
-            keep_for_transfer=keep_for_transfer,
             transfer_params=transfer_params,
             cache_salt=prompt.cache_salt,
-            continued=continued,
-            parse=parse,
-            tier=tier_hints(request, decision),
+            tier=_tier_hints(request, decision),
             trace=trace,
             deadline_s=request.deadline_s,
             is_suspect=self._is_suspect,
             is_resumed=self._continued is not None,
-            is_preemptible=is_preemptible,
-            turn=_turn(request.contract.turn, decision),
+            turn=turn,
             pool=request.pool,
             adapter=prompt.adapter,
             images=prompt.image_spans,
-            features=features,
+            features=[image.features for image in prompt.images] if transfer_params is None else [],
+            **of_kind,
         )
-
-    def _features(self) -> ImageFeatures:
-        return ImageFeatures(image.features for image in self.request.prompt.images)
 
     def on_first_output(self, called: Callable[[], None]) -> None:
         """`called` is called once, before the attempt's first output is delivered."""
@@ -231,16 +212,12 @@ class Answer:
             self._sizes.append(len(token_ids))
 
 
-def tier_hints(request: Request, decision: Decision | None) -> TierHints | None:
-    """Return the request's hints where it computes, or loads, as decided; None: an engine needs none."""
-    contract, load = request.contract, decision.load if decision is not None else None
-    volumes = {volume_of(load.volume): load.num_pages} if load is not None and load.volume else {}
-    may_load = load is None or bool(volumes) or not load.skipped_pages
-    if contract.is_default and request.wanted_s is None and not volumes and may_load:
+def _tier_hints(request: Request, decision: Decision | None) -> TierHints | None:
+    """None: an engine needs none."""
+    contract, load = request.contract, decision.load if decision is not None else NO_LOAD
+    volumes = {volume_of(load.volume): load.num_pages} if load.volume else {}
+    may_load = bool(volumes) or not load.skipped_pages
+    is_default = contract.namespace == DEFAULT_NAMESPACE and contract.terms is None and request.wanted_s is None
+    if is_default and may_load and not volumes:
         return None
     return TierHints(contract.namespace, volumes, may_load, contract.terms, request.wanted_s)
-
-
-def _turn(turn: Turn | None, decision: Decision | None) -> Turn | None:
-    """Return the turn with the tokens that are expected to be computed."""
-    return turn if turn is None or decision is None else Turn(turn.tenant, turn.share, decision.missing_tokens)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.engine.base import EngineRequest, ImageFeatures, RequestId, Sampling
+from kvferry.engine.base import EngineRequest, RequestId, Sampling
 from kvferry.errors import InvalidRequest
 from kvferry.pages.keys import ImageSpan
 
@@ -70,9 +70,11 @@ def prompt(features: bytes, num_tiles: int = 2) -> Any:
         Sampling(max_tokens=1),
         cache_salt="salt",
         images=(ImageSpan("digest", 1, len(tokens) - 2),),
-        features=ImageFeatures([features]),
+        features=[features],
     )
-    return image_prompt(request, MODEL)
+    made = image_prompt(request, MODEL)
+    assert request.features == [], "whoever holds the request holds no features any more"
+    return made
 
 
 def test_features_come_back_as_they_were() -> None:

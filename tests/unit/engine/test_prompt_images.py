@@ -8,7 +8,6 @@ from kvferry.engine.base import (
     MAX_DIGEST_CHARS,
     MAX_IMAGES,
     EngineRequest,
-    ImageFeatures,
     PromptImage,
     RequestId,
     Sampling,
@@ -25,7 +24,7 @@ def request(*images: PromptImage, num_tokens: int = 20, is_transfer: bool = Fals
         Sampling(max_tokens=1),
         transfer_params=transfer,
         images=tuple(image.span for image in images),
-        features=ImageFeatures(() if is_transfer else (image.features for image in images)),
+        features=[image.features for image in images if not is_transfer],
     )
 
 
@@ -58,10 +57,3 @@ def test_others_are_refused_by_name(images: tuple[PromptImage, ...], reason: str
 
 def test_no_features_are_needed_where_the_pages_are_transferred() -> None:
     validate_images(request(PromptImage("a", 0, 10, b"xyz"), PromptImage("b", 12, 1, b"x"), is_transfer=True))
-
-
-def test_features_are_there_until_they_are_taken() -> None:
-    features = ImageFeatures([b"xyz", b"x"])
-    assert (features.num_bytes, features) == (4, ImageFeatures([b"xyz", b"x"]))
-    assert features.take() == (b"xyz", b"x")
-    assert (features.take(), features.num_bytes, features) == ((), 0, ImageFeatures())

@@ -15,7 +15,6 @@ from kvferry.engine.base import (
     EngineStats,
     EngineTimes,
     FinishReason,
-    ImageFeatures,
     Parse,
     PromptSources,
     RequestId,
@@ -77,7 +76,7 @@ def test_sampling_survives_the_wire(sampling: Sampling) -> None:
 )
 def test_a_request_survives_the_wire(keep: bool, transfer: dict[str, object] | None) -> None:
     images = (ImageSpan("a" * 64, 0, 1), ImageSpan("b", 1, 2))
-    features = ImageFeatures([b"\x00features", b"more"] if transfer is None else [])
+    features = [b"\x00features", b"more"] if transfer is None else []
     request = EngineRequest(
         *(RequestId("r-1"), [5, 6, 7], FULL, keep, transfer, "salt"), adapter="sql@00", images=images, features=features
     )
@@ -91,7 +90,7 @@ def test_of_too_many_images_one_more_than_allowed_is_read() -> None:
     request = EngineRequest(RequestId("r"), [1] * (2 * MAX_IMAGES + 1), FULL, images=images)
     read = codec.submit_from_wire(codec.submit_to_wire(1, request).submit)
     assert read.images == images[: MAX_IMAGES + 1]
-    assert read.features == ImageFeatures()
+    assert read.features == []
     with pytest.raises(InvalidRequest, match=f"{MAX_IMAGES + 1} images; the limit is {MAX_IMAGES}"):
         validate_images(read)
 
@@ -101,7 +100,7 @@ def test_features_stay_with_their_images() -> None:
     message = codec.submit_to_wire(1, EngineRequest(RequestId("r"), [1] * 3, FULL, images=images)).submit
     message.images[1].features = b"of b"
     read = codec.submit_from_wire(message)
-    assert read.features.by_image == (b"", b"of b")
+    assert read.features == [b"", b"of b"]
     with pytest.raises(InvalidRequest, match="image 0 has no features"):
         validate_images(read)
 

@@ -14,7 +14,6 @@ from kvferry.engine.base import (
     EngineOutput,
     EngineRequest,
     FinishReason,
-    ImageFeatures,
     Parse,
     PromptImage,
     RequestId,
@@ -206,7 +205,7 @@ def test_a_prefill_worker_is_asked_for_pages_and_where_to_load_them() -> None:
         pool="gold",
         adapter="sql@00",
         images=(IMAGE.span,),
-        features=ImageFeatures([b"features"]),
+        features=[b"features"],
     )
     assert asked.sampling == Sampling(max_tokens=1, temperature=0.0, ignore_eos=True), "its length alone ends it"
 
@@ -234,7 +233,7 @@ def test_a_decode_worker_that_pulls_pages_computes_and_loads_nothing() -> None:
 
 def test_a_decode_worker_that_computes_the_prompt_is_told_what_is_missing() -> None:
     asked = answer_of(WHOLE).answer_request(decided(None, VolumeLoad("", 0, skipped_pages=3)), None)
-    assert (asked.turn, asked.features) == (Turn("acme", 2.0, missing_tokens=7), ImageFeatures([b"features"]))
+    assert (asked.turn, asked.features) == (Turn("acme", 2.0, missing_tokens=7), [b"features"])
     assert asked.tier == TierHints(Namespace("acme", 3), {}, False, TERMS, 60.0)
     assert not asked.is_preemptible
 

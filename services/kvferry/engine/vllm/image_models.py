@@ -88,9 +88,8 @@ def image_prompt(request: EngineRequest, model_config: Any) -> dict[str, Any]:
     config = model_config.hf_config
     items: list[MultiModalKwargsItem | None] = []
     places = []
-    features = request.features.take()
-    if request.transfer_params is not None:
-        features = ()
+    features = request.features.copy() if request.transfer_params is None else []
+    request.features.clear()
     for number, image in enumerate(request.images):
         place = placeholder_range(request.prompt_token_ids, image, config.image_token_id)
         item = decode_features(features[number]) if features else None
