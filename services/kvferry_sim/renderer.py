@@ -102,9 +102,8 @@ class SimRenderer:
                 token_ids = self._checked_tokens(prompt)
             if not token_ids:
                 raise InvalidRequest("prompt: has no tokens", param="prompt")
-            text = prompt if isinstance(prompt, str) else None
             rendered.append(
-                self._rendered(body, token_ids, max_tokens, max_tokens_param="max_tokens", logprobs=logprobs, text=text)
+                self._rendered(body, token_ids, max_tokens, max_tokens_param="max_tokens", logprobs=logprobs)
             )
         return rendered
 
@@ -116,7 +115,6 @@ class SimRenderer:
         *,
         max_tokens_param: str,
         logprobs: int | None,
-        text: str | None = None,
     ) -> RenderedPrompt:
         room = self._max_model_len - len(token_ids)
         if room < 1:
@@ -134,7 +132,7 @@ class SimRenderer:
                 param=max_tokens_param,
             )
         sampling = self._sampling(body, max_tokens, logprobs)
-        return RenderedPrompt(token_ids=token_ids, sampling=sampling, text=text)
+        return RenderedPrompt(token_ids=token_ids, sampling=sampling)
 
     def _sampling(self, body: Mapping[str, Any], max_tokens: int, logprobs: int | None) -> Sampling:
         _refuse_structure(body)

@@ -473,7 +473,7 @@ class Engine(Protocol):
         """Yield outputs, the last with a `finish_reason`. Closing the iterator early aborts the request.
 
         `due_ms`: when the worker's fair queue expects the prompt to be done, in virtual ms; an engine computes the
-        earliest first. `trace`: the worker's own span, in place of the request's. The request's features are taken.
+        earliest first. `trace`: the worker's own span, in place of the request's. It removes the request's features.
         Pages that cannot be pulled are computed. Deltas begin after the delivered part. Raises InvalidRequest,
         EngineDead, and EngineError for an answer that its parser cannot read or an adapter that cannot be loaded.
         """
@@ -525,11 +525,8 @@ class Engine(Protocol):
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True):
-    """`text` is set for a completion prompt given as text."""
-
     token_ids: Sequence[int]
     sampling: Sampling
-    text: str | None = None
     parse: Parse | None = None
     images: tuple[PromptImage, ...] = ()
 

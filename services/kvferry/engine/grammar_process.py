@@ -69,7 +69,6 @@ def grammar_tester(tokenizer: Any) -> Callable[[str], None]:
 
 
 def _reason(error: str) -> str:
-    """Return llguidance's reason in a line."""
     _, found, of_pattern = error.partition(_PATTERN_FAULT)
     lines = [line.strip() for line in of_pattern.strip().splitlines()]
     end = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)

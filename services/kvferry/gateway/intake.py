@@ -128,7 +128,6 @@ class Intake:
         route: Route,
         deadline_s: float | None,
     ) -> list[Request]:
-        """Return `n` requests per prompt in OpenAI's order, with different seeds."""
         adapter = self._dispatcher.adapter_key(route.adapter, route.pool) if route.adapter else ""
         salt: str = salt_of(tenant, body.cache_salt)
         if is_of_entry(route.pool):
@@ -172,7 +171,7 @@ def _without_hidden_logprobs(body: ChatBody, rendered: RenderedPrompt) -> Render
         return rendered
     # Log-probabilities would reveal the tokens of the reasoning that is left out.
     sampling = rendered.sampling.without_logprobs()
-    return RenderedPrompt(rendered.token_ids, sampling, rendered.text, rendered.parse, rendered.images)
+    return RenderedPrompt(rendered.token_ids, sampling, rendered.parse, rendered.images)
 
 
 async def _token_ids(renderer: Renderer, body: Body, fields: dict[str, Any], asker: Asker) -> Sequence[int]:

@@ -68,7 +68,6 @@ class ClusterFloors:
         return {tenant: units * volume.capacity_bytes // capacity for tenant, units in floors.items()}
 
     def _new_uses(self, parts: Parts, volumes: Sequence[Volume]) -> Mapping[str, float]:
-        """Return uses and losses of tenants since the last call."""
         new = dict.fromkeys(parts, 0.0)
         counted: dict[tuple[str, str], int] = {}
         for volume in volumes:

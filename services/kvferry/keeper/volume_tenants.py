@@ -130,7 +130,6 @@ class VolumeTenants:
         return await asyncio.to_thread(self._configure_each, tiers, floors)
 
     def _configure_each(self, tiers: TenantToTiers, floors: Mapping[str, Mapping[str, int]]) -> bool:
-        """Return whether all volumes have their contracts."""
         num_failed = 0
         for volume in self._volumes:
             try:
@@ -149,7 +148,6 @@ class VolumeTenants:
             volume.configure(even)
 
     async def _apply_floors(self) -> None:
-        """Return when volumes have the contracts of now."""
         applied = asyncio.Event()
         self._waiting.append(applied)
         self._changed.set()

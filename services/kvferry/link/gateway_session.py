@@ -371,7 +371,6 @@ class GatewaySession:
             self._worker.requests_changed()
 
     def _deadline(self, request: EngineRequest) -> float | None:
-        """Return the request's deadline on the loop's clock."""
         if request.deadline_s is None:
             return None
         return self._loop.time() + (request.deadline_s - time.monotonic())

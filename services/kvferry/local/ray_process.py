@@ -100,7 +100,6 @@ def is_of_ray(process: ProcessIdentity) -> bool:
 
 
 def _end_rest(folder: RunFolder, before: tuple[ProcessIdentity, ...]) -> None:
-    """End the processes that a failed start left."""
     rest = [process for process in belonging(folder.marks()) if process not in before]
     for process in rest:
         process.send(signal.SIGKILL)

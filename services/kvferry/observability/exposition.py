@@ -148,7 +148,6 @@ def _family(metric: Metric, readings: Mapping[tuple[str, ...], Reading]) -> Fami
 
 
 def _known(metric: Metric, readings: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Every process or volume read, with all values of the other labels."""
     is_open = [not label.values for label in metric.labels]
     owners = {tuple(v for v, free in zip(labels, is_open, strict=True) if free) for labels in readings}
     if not any(is_open):

@@ -369,7 +369,6 @@ class _RequestRun:
         return True
 
     async def _pause_of_suspect(self, error: KvferryError) -> None:
-        """Wait for the suspect of another gateway that a worker has."""
         if self._placer.losses.is_suspect and isinstance(error, Overloaded):
             await asyncio.sleep(ASK_AGAIN_S)
 

@@ -37,8 +37,8 @@ from kvferry.tenancy.terms import EngineTerms
 
 MAX_NOTED: Final = 64  # continuations that a record names
 
-# Of prefill workers. The decode engine computes the last token of the prompt itself, and samples from it. Nothing may
-# end the request otherwise than by its length. (vLLM's pull connector keeps pages of stopped requests too.)
+# For prefill workers: the decode engine computes the prompt's last token itself, and samples from it. Nothing may end the
+# request otherwise than by its length. (vLLM's pull connector keeps pages of stopped requests too.)
 PROMPT_ONLY: Final = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -90,6 +90,7 @@ class Answer:
         self, request: Request, on_output: OnOutput, record: RequestRecord, on_text: OnText | None = None
     ) -> None:
         self.request = request
+        self.request_id = request.request_id  # of the attempt
         self.token_ids: list[int] = []
         self._deliver = on_output
         self._deliver_text = on_text if on_text is not None else as_on_text(on_output)
@@ -114,17 +115,12 @@ class Answer:
         if len(given) >= request.sampling.max_tokens:
             raise EngineError("a worker gave all tokens of the answer, and was lost before it told how it ended")
         self._num_continuations += 1
+        self.request_id = RequestId(f"{request.request_id}-c{self._num_continuations}")
         noted = self._record.continued_after
         if noted[-1:] != [len(given)] and len(noted) < MAX_NOTED:
             noted.append(len(given))
         self.all_token_ids = array("I", [*request.prompt.token_ids, *given])
         self._continued = Continued(len(given), self._num_chars, tuple(self._sizes or ()))
-
-    @property
-    def request_id(self) -> RequestId:
-        """Of the attempt."""
-        request_id, number = self.request.request_id, self._num_continuations
-        return RequestId(f"{request_id}-c{number}") if number else request_id
 
     def prompt_request(self, placement: Placement, trace: TraceContext | None) -> EngineRequest:
         """Return what a prefill worker is asked for: the pages of all tokens so far."""
@@ -213,7 +209,6 @@ class Answer:
 
 
 def _tier_hints(request: Request, decision: Decision | None) -> TierHints | None:
-    """None: an engine needs none."""
     contract, load = request.contract, decision.load if decision is not None else NO_LOAD
     volumes = {volume_of(load.volume): load.num_pages} if load.volume else {}
     may_load = bool(volumes) or not load.skipped_pages

@@ -188,7 +188,6 @@ class Adopter:
         return is_removed
 
     def _remove_folders(self, writer: str) -> bool:
-        """Return whether the chunks' folder is gone."""
         # Chunks half written, the quarantine, empty folders, and the lock last. Foreign files stay, and their folders.
         temporary = self._files.path / paths.TEMPORARY / writer
         folder.unlink_link(temporary)

@@ -170,7 +170,6 @@ def _is_tested_quantization(model_config: Any) -> bool:
 
 
 def _quantization(model_config: Any) -> str:
-    """For people."""
     values = _quantization_values(model_config)
     return " ".join(str(each)[:80] for each in (model_config.quantization, values.get("format")) if each)
 

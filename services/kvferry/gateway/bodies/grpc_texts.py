@@ -47,7 +47,6 @@ def _last_text(raw: bytes, start: int, end: int, number: int) -> str:
 
 
 def _steps(raw: bytes, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield pieces that end between characters."""
     while start < end:
         stop = min(end, start + _STEP_BYTES)
         while stop < end and 0x80 <= raw[stop] < 0xC0:

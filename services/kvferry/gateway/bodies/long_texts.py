@@ -187,7 +187,6 @@ class _MarkedJson:
         return UnicodeDecodeError(error.encoding, bytes(start) + error.object[error.start :], start, end, error.reason)
 
     def _fill(self, values: list[Any]) -> None:
-        """Put the texts in place of their marks."""
         # A value that a later one of the same key replaced is gone, with its marks.
         left: list[tuple[Any, Any]] = [(values, 0)]
         while left:

@@ -280,7 +280,6 @@ class HttpApp:
     def _begin_trace(
         self, endpoint: str, scope: Message, headers: Sequence[tuple[bytes, bytes]]
     ) -> RequestTrace | None:
-        """Begin a span below that of `headers`, if requests are traced."""
         tracing = self._admission.tracing
         if tracing is None:
             return None

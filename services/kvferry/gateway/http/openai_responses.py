@@ -112,7 +112,6 @@ class _Chunks:
         kept.num_wanted = ENCODED_AT_ONCE
 
     def _logprobs_of(self, index: int, positions: Sequence[Sequence[TokenLogprob]]) -> dict[str, Any]:
-        """Return fields of further log-probabilities."""
         raise NotImplementedError
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:

@@ -97,7 +97,6 @@ class Access:
         return shown.is_operator
 
     def _record(self, shown: _Shown) -> TenantRecord | None:
-        """Return the tenant's record; None where it needs none."""
         if self._directory is None:
             return None
         if not self._directory.is_known:

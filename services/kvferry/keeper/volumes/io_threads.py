@@ -176,7 +176,6 @@ class IoThreads:
                 return
 
     def _next(self) -> Operation | None:
-        """None: the thread has to end."""
         with self._work:
             while True:
                 for queue in self._queues.values():

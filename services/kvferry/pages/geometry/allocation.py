@@ -132,7 +132,6 @@ def _attention_layers(
 
 
 def _is_one_type(layers: Sequence[_Layers]) -> bool:
-    """Whether all layers share one block table."""
     kinds = {each.kind for each in layers}
     if kinds <= {LayerKind.FULL, LayerKind.LATENT}:
         return True

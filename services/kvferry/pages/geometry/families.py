@@ -152,7 +152,6 @@ def _dense(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 
 def _windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
-    """Return each layer's window; None keeps every token."""
     is_off = fields.model_type in _SWITCHED_WINDOWS and not fields.flag("use_sliding_window")
     if is_off or fields.model_type in _WITHOUT_WINDOWS:
         return [None] * num_layers
@@ -255,7 +254,6 @@ def _llama4(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 
 def _with_rope(fields: ConfigFields, num_layers: int) -> list[Any]:
-    """Return for each layer whether it has rotary embeddings."""
     if given := fields.layer_list("no_rope_layers", num_layers):
         return given
     every = fields.size("no_rope_layer_interval")

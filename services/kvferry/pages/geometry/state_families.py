@@ -38,7 +38,6 @@ def _mamba2(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 
 def _falcon_h1(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
-    """Each layer has attention and a state."""
     inner = fields.optional_size("mamba_d_ssm") or fields.size("mamba_expand") * fields.size("hidden_size")
     return (
         *attention_layers(fields, num_layers),

@@ -262,7 +262,6 @@ class RatePool:
         return self._fresh(name, set())
 
     def _fresh(self, name: str, stale: set[str]) -> float | None:
-        """Add workers whose rate has begun to fade to `stale`."""
         since = self.age - 1.0
         seen: list[float] = []
         for worker, rate in self._observed[name].items():

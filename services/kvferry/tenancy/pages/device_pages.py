@@ -294,7 +294,6 @@ class DevicePages:
         self._changed.add(own)
 
     def _take_from(self, tenant: _Tenant, own: _Tenant, taken: list[int], num: int) -> None:
-        """Take from one tenant until another one is next."""
         self._by_key.remove(tenant)
         self._changed.add(tenant)
         limit = None if (following := self._by_key.first) is None else following[0]

@@ -337,7 +337,6 @@ class Retention:
         return ttl_s is None or page.num_pins > 0 or page.used_s + ttl_s > self._now_s
 
     def _take(self, found: Candidate, may_go: Callable[[Page], bool], taken: list[_Taken]) -> int:
-        """Return the number of units that are free now."""
         page = found.page
         tenant = self._tenants[page.tenant]
         is_evicted = may_go(page)

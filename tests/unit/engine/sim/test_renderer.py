@@ -26,7 +26,6 @@ async def test_a_chat_is_rendered_with_its_roles() -> None:
     assert rendered.token_ids == tokenizer.encode_chat(
         [("system", "be brief"), ("user", "hello")], open_turn="assistant"
     )
-    assert rendered.text is None
 
 
 async def test_parts_of_text_are_one_text() -> None:
@@ -58,7 +57,6 @@ async def test_the_final_message_can_be_continued() -> None:
 async def test_completion_prompts_come_in_four_kinds(prompt: object, expected: list[list[int]]) -> None:
     rendered = await renderer.render_completion({"prompt": prompt})
     assert [list(one.token_ids) for one in rendered] == expected
-    assert [one.text is not None for one in rendered] == [BOS in one for one in expected]
     assert {one.sampling.max_tokens for one in rendered} == {16}
 
 

@@ -84,5 +84,4 @@ def without(requests: list[Any], *queues: Any) -> Iterator[None]:
 
 
 def _adapter_of(request: Any) -> int:
-    """Return vLLM's number of the request's adapter, or 0."""
     return 0 if request.lora_request is None else int(request.lora_request.lora_int_id)

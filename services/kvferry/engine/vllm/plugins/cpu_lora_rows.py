@@ -64,7 +64,6 @@ def bgmv_expand_slice(
 def _products(
     inputs: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the rows of each adapter, and their products with its matrix."""
     indices = indices[: inputs.shape[0]]
     for index in indices.unique().tolist():
         if index >= 0:

@@ -139,7 +139,6 @@ _Place = tuple[Any, ...]  # the outer schema's place, and names
 
 
 def _pointer(place: _Place | None) -> str:
-    """Return a JSON pointer."""
     names: list[str] = []
     while place:
         place, *last = place

@@ -244,7 +244,6 @@ class VllmRenderer:
         return made
 
     def _made(self, spec: str) -> tuple[str, str]:
-        """Return what engines get, and the grammar that they make of it."""
         made = prepared_spec(spec, self._special_tokens)
         return made, grammar_of(made)
 
@@ -332,7 +331,6 @@ class VllmRenderer:
 
 
 def _grammar_checks(tokenizer: Any, vocabulary_size: int) -> GrammarChecks | None:
-    """Return None for a tokenizer that is not a fast one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

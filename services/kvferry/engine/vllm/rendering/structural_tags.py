@@ -162,7 +162,6 @@ class _Grammar:
         return self._rule(f"/{ANYTHING}/{without}", prefix="TEXT")
 
     def _text_until(self, ends: Sequence[str], excludes: Sequence[str] = ()) -> str:
-        """Return a rule of any text and the first of some ends."""
         text = self._text(excludes)
         if any(end in self._special_tokens.text_to_id for end in ends):
             return self._rule(f"{text} ({' | '.join(map(self.literal, ends))})")  # which no text contains

@@ -98,7 +98,6 @@ def _common_beginning(one: str, other: str) -> str:
 
 
 def _parts(value: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    """Return a normalizer or pre-tokenizer as the sequence of its parts."""
     if value is None:
         return []
     if value["type"] == "Sequence":

@@ -174,7 +174,6 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
         return state
 
     def _num_ready(self, status: Any, num_computed_tokens: int) -> int:
-        """Tokens in the CPU tier after the computed ones."""
         if self.scheduler._sliding_window_groups:
             return 0  # not a prefix
         ready: list[int] = []
