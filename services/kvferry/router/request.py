@@ -37,8 +37,8 @@ from kvferry.tenancy.terms import EngineTerms
 
 MAX_NOTED: Final = 64  # continuations that a record names
 
-# For prefill workers: the decode engine computes the prompt's last token itself, and samples from it. Nothing may end the
-# request otherwise than by its length. (vLLM's pull connector keeps pages of stopped requests too.)
+# For prefill workers: the decode engine computes the prompt's last token itself, and samples from it. Nothing may end
+# the request otherwise than by its length. (vLLM's pull connector keeps pages of stopped requests too.)
 PROMPT_ONLY: Final = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
