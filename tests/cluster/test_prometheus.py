@@ -65,7 +65,7 @@ async def cluster(tmp_path: Path, sockets: Path) -> AsyncIterator[SimCluster]:
             await until(functools.partial(has_keeper, engine))
         gateway = await cluster.add_gateway()
         await cluster.ready()
-        await until(lambda: bool(gateway.volume_pool.states()) and gateway._registration is not None)
+        await until(lambda: bool(gateway.keeper_volumes.states()) and gateway._registration is not None)
         yield cluster
 
 

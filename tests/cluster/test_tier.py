@@ -118,8 +118,8 @@ async def until_known(cluster: SimCluster, num_pages: int) -> None:
     assert gateway is not None
     await until(
         lambda: (
-            bool(gateway.volume_pool.costs())
-            and sum(state.num_chunks for state in gateway.volume_pool.states().values()) >= num_pages
+            bool(gateway.keeper_volumes.costs())
+            and sum(state.num_chunks for state in gateway.keeper_volumes.states().values()) >= num_pages
         )
     )
     index = gateway.residency.index
@@ -251,8 +251,8 @@ async def test_what_costs_less_to_compute_is_not_loaded(
         num_prompt = values["usage"]["prompt_tokens"]  # type: ignore[index]
         await until_known(cluster, num_prompt // PAGE)
         await end_workers(cluster)
-        (name,) = gateway.volume_pool.costs()
-        slow = {name: gateway.volume_pool.costs()[name].__class__(frozenset(), 10_000.0, 0.0)}
+        (name,) = gateway.keeper_volumes.costs()
+        slow = {name: gateway.keeper_volumes.costs()[name].__class__(frozenset(), 10_000.0, 0.0)}
         dispatcher = gateway.app.openai._dispatcher  # type: ignore[union-attr]
         monkeypatch.setattr(dispatcher, "_router", dataclasses.replace(dispatcher._router, volumes=lambda pool: slow))
         _, fresh = await add_worker(cluster, kept)
@@ -343,7 +343,7 @@ async def test_a_volume_that_hangs_fills_or_disappears_under_load_fails_nobody(
                 await until(lambda: loaded() > before, what="pages loaded from the volume")
                 await until(lambda: shown("readable") == shown("writable") == 1, what="metrics of a volume of use")
 
-            await until(lambda: bool(gateway.volume_pool.states()))
+            await until(lambda: bool(gateway.keeper_volumes.states()))
             await is_of_use()
 
             hanging = Fault(until=threading.Event())
@@ -428,7 +428,7 @@ async def test_a_pools_pages_lie_on_its_own_volumes_and_are_loaded_by_its_engine
         assert by_pool["own"].stats().cached_tokens.volume >= 0.95 * num_pages * PAGE
         # A pool that has no volume of its own, and pages of the same dtype, shares those of the default pool.
         await until(lambda: chunks_on("common") >= num_pages)
-        assert set(gateway.volume_pool.costs("own")) != set(gateway.volume_pool.costs())
+        assert set(gateway.keeper_volumes.costs("own")) != set(gateway.keeper_volumes.costs())
 
 
 async def test_models_that_share_a_volume_find_none_of_each_others_pages(tmp_path: Path, sockets: Path) -> None:

@@ -15,7 +15,7 @@ from bench.tiny_models import make_model
 from kvferry import config as configuration
 from kvferry.cli import main
 from kvferry.config import EngineConfig, ModelConfig
-from kvferry.engine.quality_report import why_not_shown
+from kvferry.engine.quality_report import why_untested
 from kvferry.errors import UnsupportedEngine
 from kvferry_plan.quality.report_file import write_report
 from kvferry_plan.quality.samples import load_dataset
@@ -115,7 +115,7 @@ async def test_scales_that_are_wrong_by_eight_are_found(tmp_path: Path, monkeypa
     assert (report.mode, report.kv_cache_dtype, report.baseline_kv_cache_dtype) == ("engine", "fp8_e4m3", "float32")
     assert "scales are not calibrated" in report.warnings[0]
     assert len(said) == 2 * (1 + 2 + 1)  # both engines: started, two lengths, tasks
-    assert "verdict is 'fail'" in why_not_shown(report, max_model_len=208)
+    assert "verdict is 'fail'" in why_untested(report, max_model_len=208)
 
     # The file does not let an engine start, neither by its verdict nor for the type that the engine would have.
     file = tmp_path / "report.json"

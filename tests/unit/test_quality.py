@@ -27,7 +27,7 @@ from kvferry.engine.quality_report import (
     Verdict,
     judge,
     read_report,
-    why_not_shown,
+    why_untested,
 )
 from kvferry.errors import ConfigError
 from kvferry.pages.geometry.config_json import from_config
@@ -283,7 +283,7 @@ class TestReport:
         assert self.reason(report()) == ""
 
     def reason(self, shown: QualityReport, *, max_model_len: int = CONTEXT, **changes: str) -> str:
-        return why_not_shown(shown, max_model_len=max_model_len, **self.ASKED | changes)
+        return why_untested(shown, max_model_len=max_model_len, **self.ASKED | changes)
 
     def test_a_file_is_whole_or_as_it_was(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         file = tmp_path / "report.json"

@@ -106,8 +106,8 @@ def read_report(file: Path) -> QualityReport:
     return report
 
 
-def why_not_shown(report: QualityReport, *, max_model_len: int, **asked: str) -> str:
-    """Return why the report does not show what is asked, by field; empty if it does.
+def why_untested(report: QualityReport, *, max_model_len: int, **asked: str) -> str:
+    """Return why the report does not cover what is asked, by field; empty if it does.
 
     `max_model_len` is the engine's longest context, in tokens.
     """
@@ -167,5 +167,5 @@ def check_quality_report(
     if weights:
         asked["weights"] = weights
     longest = model.max_model_len or context_length
-    if reason := why_not_shown(read_report(file), max_model_len=longest, **asked):
+    if reason := why_untested(read_report(file), max_model_len=longest, **asked):
         raise ConfigError(f"engine.quality_report {file}: {reason}")

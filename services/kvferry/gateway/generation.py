@@ -76,7 +76,7 @@ class Generation:
             for request in requests
         ]
         self.choices = [
-            (Choice if request.parse is None else ParsedChoice)(resumed_after=record.continued_after)
+            (Choice if request.parse is None else ParsedChoice)(resumed_after=record.resumed_after)
             for request, record in zip(self.requests, self.records, strict=True)
         ]
         self.answer_id = answer_id

@@ -50,12 +50,12 @@ from kvferry.observability.metrics_listener import MetricsListener
 from kvferry.observability.tracing import Tracing, start_tracing
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
+from kvferry.router.keeper_volumes import KeeperVolumes, follow_over, keeper_of
 from kvferry.router.placement import why_unequal
 from kvferry.router.placement_policy import Policy, PricedPolicy, RoundRobinPolicy
 from kvferry.router.prices.pricing import VolumeCosts
 from kvferry.router.residency_subscriber import ResidencySubscriber
 from kvferry.router.usage import UsageExchange
-from kvferry.router.volume_pool import VolumePool, follow_over, keeper_of
 from kvferry.router.worker_pool import WorkerPool
 from kvferry.util import collector, simulator
 from kvferry.util.addresses import join_host_port, reachable_host
@@ -212,7 +212,7 @@ class GatewayHost:
             on_change=self._note_readiness,
         )
         self._models = self._make_models(make_renderer)
-        self.volume_pool = VolumePool(membership, self.residency.index, follow_over(config.worker.tls))
+        self.keeper_volumes = KeeperVolumes(membership, self.residency.index, follow_over(config.worker.tls))
         gateway, models = config.gateway, self._models
         self._adapters = adapters = AdapterNames(models, config.adapters)
         # Before any link: workers say once, when a link comes up, which requests are in quarantine.
@@ -271,7 +271,7 @@ class GatewayHost:
         self.worker_pool.start()
         if self._usage is not None:
             self._usage.start()
-        self.volume_pool.start()
+        self.keeper_volumes.start()
         await self._models.load()
         timeouts = TokenTimeouts(gateway.first_token_timeout_s, gateway.inter_token_timeout_s)
         images = ChatImages(gateway.images, self._fetcher)
@@ -364,7 +364,7 @@ class GatewayHost:
         if self._usage is not None:
             await self._usage.close()
         await self.worker_pool.close()
-        await self.volume_pool.close()
+        await self.keeper_volumes.close()
         # Requests end with their workers' links; tasks that wait for a slow client would stay.
         await self._server.cancel_requests()
         await self._deregister()
@@ -387,7 +387,7 @@ class GatewayHost:
         return self._models.outcomes(), self._fetcher.outcomes if self._fetcher is not None else {}
 
     def _volumes_of(self, pool: str) -> Mapping[str, VolumeCosts]:
-        return self.volume_pool.costs(self._models.volumes_of(pool))
+        return self.keeper_volumes.costs(self._models.volumes_of(pool))
 
     def _make_models(self, make_renderer: Callable[[ClusterConfig, str], Renderer]) -> Models:
         models = Models(
@@ -472,4 +472,4 @@ class GatewayHost:
         ]
 
     def _sample_volumes(self) -> Sequence[VolumeSample]:
-        return [VolumeSample(keeper_of(name), state) for name, state in sorted(self.volume_pool.states().items())]
+        return [VolumeSample(keeper_of(name), state) for name, state in sorted(self.keeper_volumes.states().items())]

@@ -30,7 +30,7 @@ def record_values(record: RequestRecord) -> dict[str, Any]:
         "decode_worker": record.decode_worker,
         "prefill_failure": record.prefill_failure or None,
         "lost_workers": record.lost_workers,
-        "continued_after": record.continued_after,
+        "continued_after": record.resumed_after,
         "ferried_pages": record.transferred_pages,
         "ferried_bytes": record.transferred_bytes,
         "prompt_tokens_by_source": structs.asdict(record.sources),

@@ -27,11 +27,11 @@ from kvferry.errors import EngineError
 from kvferry.link.remote_request import OnOutput, OnText, as_on_text
 from kvferry.observability.tracing import TraceContext
 from kvferry.pages.keys import ImageSpan, page_salt
+from kvferry.router.keeper_volumes import volume_of
 from kvferry.router.placement import Placement
 from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import NO_LOAD
 from kvferry.router.request_record import RequestRecord
-from kvferry.router.volume_pool import volume_of
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 from kvferry.tenancy.terms import EngineTerms
 
@@ -116,7 +116,7 @@ class Answer:
             raise EngineError("a worker gave all tokens of the answer, and was lost before it told how it ended")
         self._num_continuations += 1
         self.request_id = RequestId(f"{request.request_id}-c{self._num_continuations}")
-        noted = self._record.continued_after
+        noted = self._record.resumed_after
         if noted[-1:] != [len(given)] and len(noted) < MAX_NOTED:
             noted.append(len(given))
         self.all_token_ids = array("I", [*request.prompt.token_ids, *given])

@@ -38,7 +38,7 @@ class RequestRecord(msgspec.Struct):
     lost_workers: Sequence[MemberId] = ()  # whose engine or link was lost under the request
     error_code: str = ""  # of the error that ended it, if one did
     # Tokens given when a decode worker was lost, or preempted it. Choices have the same list.
-    continued_after: list[int] = msgspec.field(default_factory=list)
+    resumed_after: list[int] = msgspec.field(default_factory=list)
     num_preemptions: int = 0
     has_output: bool = False
     num_cached_at_first: int = 0  # prompt tokens that no worker computed for the attempt that gave the first output
@@ -84,7 +84,7 @@ class RequestRecord(msgspec.Struct):
         )
 
     def note_sources(self, sources: PromptSources, last: EngineOutput, decode: Member) -> None:
-        if not self.continued_after:  # also of an answer whose first output was its last
+        if not self.resumed_after:  # also of an answer whose first output was its last
             self._count_cached(sources)
         self.sources, self.cached = sources, last.cached
         self.transferred_pages = transferred_pages(last, decode.block_size)

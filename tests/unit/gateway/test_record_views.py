@@ -20,7 +20,7 @@ def test_names_of_workers_are_hidden_and_what_is_the_tenants_own_is_not() -> Non
         unequal_pages="its block size is 16, and here 32",
         lost_workers=(MemberId("decode-5"), MemberId("decode-6")),
         error_code="worker_lost",
-        continued_after=[3],
+        resumed_after=[3],
         num_preemptions=1,
         placements=[
             Placement(MemberId("prefill-7"), MemberId("decode-7"), Reason.DISAGGREGATED),

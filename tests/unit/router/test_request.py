@@ -88,7 +88,7 @@ def test_text_alone_counts_and_is_told_as_any_output() -> None:
 def test_a_request_that_gave_nothing_is_asked_again_as_it_was() -> None:
     client = Client()
     assert client.ask() == client.first == EngineRequest(RequestId("r"), PROMPT, client.asked.sampling)
-    assert client.record.continued_after == []
+    assert client.record.resumed_after == []
 
 
 def test_it_goes_on_from_prompt_and_tokens_so_far() -> None:
@@ -105,7 +105,7 @@ def test_it_goes_on_from_prompt_and_tokens_so_far() -> None:
     )
     client.give(4, text="de", end=FinishReason.STOP)
     assert (client.token_ids, client.text) == ([1, 2, 3, 4], "bcde")
-    assert client.record.continued_after == [3]
+    assert client.record.resumed_after == [3]
 
 
 def test_a_second_loss_counts_everything_given() -> None:
@@ -119,7 +119,7 @@ def test_a_second_loss_counts_everything_given() -> None:
         [*PROMPT, 1, 2, 3],
         Continued(3, 3),
     )
-    assert client.record.continued_after == [2, 3]
+    assert client.record.resumed_after == [2, 3]
 
 
 def test_a_continued_request_is_parsed_by_the_tokens_in_its_prompt() -> None:
@@ -161,7 +161,7 @@ def test_a_record_names_a_limited_number_of_continuations() -> None:
     for token_id in range(MAX_NOTED + 5):
         client.give(token_id)
         again = client.ask()
-    assert client.record.continued_after == list(range(1, MAX_NOTED + 1))
+    assert client.record.resumed_after == list(range(1, MAX_NOTED + 1))
     assert again.request_id == f"r-c{MAX_NOTED + 5}"
 
 

@@ -39,7 +39,7 @@ from kvferry.engine.base import (
 )
 from kvferry.engine.fair_turns import FairTurns
 from kvferry.engine.parsing import ParsedAnswer
-from kvferry.engine.quality_report import QualityReport, read_report, why_not_shown
+from kvferry.engine.quality_report import QualityReport, read_report, why_untested
 from kvferry.engine.vllm.adapter_folder import stage
 from kvferry.engine.vllm.adapters import Adapters
 from kvferry.engine.vllm.plugins.core_fields import SET_FLOORS
@@ -241,7 +241,7 @@ class VllmEngine:
 
         from kvferry.engine.vllm.plugins.exchange_fields import kv_cache_dtype
 
-        reason = why_not_shown(
+        reason = why_untested(
             self._quality,
             weights=self._weights_digest,
             revision=self._model.revision,

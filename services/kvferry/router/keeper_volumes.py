@@ -42,7 +42,7 @@ VolumeUpdate = SnapshotPart | Delta | VolumeState
 FollowVolume = Callable[[Member, str], AsyncIterator[VolumeUpdate]]
 
 
-class VolumePool:
+class KeeperVolumes:
     def __init__(
         self,
         membership: Membership,
@@ -63,7 +63,7 @@ class VolumePool:
 
     def __repr__(self) -> str:
         names = sorted(name for costs in self._costs.values() for name in costs)
-        return f"<VolumePool of {len(self._keepers)}, reading from {names}>"
+        return f"<KeeperVolumes of {len(self._keepers)}, reading from {names}>"
 
     def start(self) -> None:
         self._follower.start()

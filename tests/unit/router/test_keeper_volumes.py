@@ -13,9 +13,9 @@ from kvferry.keeper.volumes.volume_state import VolumeState
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
-from kvferry.router import volume_pool
+from kvferry.router import keeper_volumes
+from kvferry.router.keeper_volumes import KeeperVolumes, VolumeUpdate, volume_of
 from kvferry.router.prices.rates import CostDefaults
-from kvferry.router.volume_pool import VolumePool, VolumeUpdate, volume_of
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import until
 
@@ -60,13 +60,13 @@ class Streams:
 @asynccontextmanager
 async def following(
     *members: Member, monkeypatch: pytest.MonkeyPatch | None = None
-) -> AsyncIterator[tuple[VolumePool, ResidencyIndex, Streams, MemoryMembership]]:
+) -> AsyncIterator[tuple[KeeperVolumes, ResidencyIndex, Streams, MemoryMembership]]:
     registry = MemoryRegistry()
     membership = MemoryMembership(registry)
     for member in members:
         await membership.register(member)
     index, streams = ResidencyIndex(), Streams()
-    followed = VolumePool(MemoryMembership(registry), index, streams.follow)
+    followed = KeeperVolumes(MemoryMembership(registry), index, streams.follow)
     followed.start()
     try:
         yield followed, index, streams, membership
@@ -159,7 +159,7 @@ async def test_one_volume_at_two_keepers_is_two_ways_to_its_pages() -> None:
 async def test_a_keeper_that_left_the_registry_counts_for_as_long_as_its_stream_lasts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(volume_pool, "REDIAL_FIRST_S", 0.01)
+    monkeypatch.setattr(keeper_volumes, "REDIAL_FIRST_S", 0.01)
     async with following() as (followed, index, streams, membership):
         registration = await membership.register(keeper("k", "v"))
         stream = streams.of("k", "v")
