@@ -60,8 +60,12 @@ async def working() -> AsyncIterator[Worker]:
 
 
 @asynccontextmanager
-async def linked(member: Member, config: WorkerConfig = WorkerConfig()) -> AsyncIterator[WorkerLink]:  # noqa: B008
-    link = WorkerLink(member, "g", lambda: None, config)
+async def linked(
+    member: Member,
+    config: WorkerConfig = WorkerConfig(),  # noqa: B008
+    on_vanished: Callable[[], None] = lambda: None,
+) -> AsyncIterator[WorkerLink]:
+    link = WorkerLink(member, "g", lambda: None, config, on_vanished=on_vanished)
     try:
         yield link
     finally:
@@ -119,8 +123,10 @@ async def test_a_silent_worker_is_lost_and_dialled_again(monkeypatch: pytest.Mon
 async def test_a_worker_without_requests_that_goes_away_is_reported(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(worker_link, "SILENCE_LIMIT_S", 0.5)
     vanished: list[bool] = []
-    async with working() as worker, linked(worker.member()) as link:
-        link.on_vanished = lambda: vanished.append(link.usable)
+    async with (
+        working() as worker,
+        linked(worker.member(), on_vanished=lambda: vanished.append(link.usable)) as link,
+    ):
         await until(lambda: link.usable)
         if how == "silent while draining":
             await worker.server.drain(5.0)

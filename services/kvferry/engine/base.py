@@ -7,6 +7,7 @@ released, the decode request is aborted, or the lease ends (see ADR 4). `transfe
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NewType, Protocol
@@ -259,11 +260,7 @@ class PromptSources(msgspec.Struct, frozen=True):
         return self.local_compute + self.local_cache_hit + self.external_kv_transfer
 
     def __add__(self, other: PromptSources) -> PromptSources:
-        return PromptSources(
-            self.local_compute + other.local_compute,
-            self.local_cache_hit + other.local_cache_hit,
-            self.external_kv_transfer + other.external_kv_transfer,
-        )
+        return PromptSources(*map(operator.add, structs.astuple(self), structs.astuple(other)))
 
 
 NO_SOURCES = PromptSources()
@@ -281,12 +278,7 @@ class CachedTokens(msgspec.Struct, frozen=True):
         return {"device": self.device, "cpu": self.cpu, "volume": self.volume, "ferry": self.kv_transfer}
 
     def __add__(self, other: CachedTokens) -> CachedTokens:
-        return CachedTokens(
-            self.device + other.device,
-            self.cpu + other.cpu,
-            self.volume + other.volume,
-            self.kv_transfer + other.kv_transfer,
-        )
+        return CachedTokens(*map(operator.add, structs.astuple(self), structs.astuple(other)))
 
 
 NO_CACHED_TOKENS = CachedTokens()
@@ -392,9 +384,8 @@ class Backlogs:
 class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
-    num_prompts: int = (
-        0  # of both, those whose prompts are not computed yet: no streams. 0 where tenants have no shares
-    )
+    # Of both, those whose prompts are not computed yet: no streams. 0 where tenants have no shares.
+    num_prompts: int = 0
     num_pages_used: int = 0
     num_pages: int = 0
     prompt_tokens: PromptSources = NO_SOURCES

@@ -55,6 +55,7 @@ from kvferry.router.placement import why_unequal
 from kvferry.router.placement_policy import Policy, PricedPolicy, RoundRobinPolicy
 from kvferry.router.prices.pricing import VolumeCosts
 from kvferry.router.residency_subscriber import ResidencySubscriber
+from kvferry.router.room_queue import RoomQueues
 from kvferry.router.usage import UsageExchange
 from kvferry.router.worker_pool import WorkerPool
 from kvferry.util import collector, simulator
@@ -206,6 +207,7 @@ class GatewayHost:
             membership,
             self.gateway_id,
             config.worker,
+            queues=RoomQueues(config.gateway.max_queued_requests, time.monotonic),
             on_up=self.residency.linked,
             on_down=self.residency.gone,
             on_gone=self.policy.forget,
@@ -215,7 +217,6 @@ class GatewayHost:
         self.keeper_volumes = KeeperVolumes(membership, self.residency.index, follow_over(config.worker.tls))
         gateway, models = config.gateway, self._models
         self._adapters = adapters = AdapterNames(models, config.adapters)
-        # Before any link: workers say once, when a link comes up, which requests are in quarantine.
         self._dispatcher = Dispatcher(self.worker_pool, self.policy, self.metrics, gateway, volumes=self._volumes_of)
         self.admission = Admission(gateway, self.metrics, self.readiness)
         self.identification = Identification(gateway, membership.records, self._note_readiness)

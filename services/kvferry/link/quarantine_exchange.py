@@ -11,9 +11,14 @@ from kvferry.wire.v1 import worker_pb2 as pb
 
 
 class QuarantineExchange:
-    def __init__(self, send: Callable[[pb.Downward], None], features: Callable[[], frozenset[str]]) -> None:
+    def __init__(
+        self,
+        send: Callable[[pb.Downward], None],
+        features: Callable[[], frozenset[str]],
+        on_learned: Callable[[pb.Quarantined], None],
+    ) -> None:
         # `features` are the worker's, none while the link is down.
-        self.on_learned: Callable[[pb.Quarantined], None] = lambda message: None
+        self._on_learned = on_learned
         self._send = send
         self._features = features
         self._numbers = itertools.count(1)
@@ -43,7 +48,7 @@ class QuarantineExchange:
         if message.HasField("quarantine_known"):
             self._note_known(message.quarantine_known.number)
             return
-        self.on_learned(message.quarantined)
+        self._on_learned(message.quarantined)
         if number := message.quarantined.number:
             self._send(pb.Downward(quarantine_known=pb.QuarantineKnown(number=number)))
 

@@ -69,6 +69,10 @@ class WorkerLink:
         worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
         *,
         identity: GatewayIdentity | None = None,
+        on_room: Callable[[], None] = lambda: None,  # a full worker has room
+        on_survived: Callable[[], None] = lambda: None,  # the worker is back with the same engine
+        on_vanished: Callable[[], None] = lambda: None,  # it went away without a word
+        on_quarantined: Callable[[pb.Quarantined], None] = lambda message: None,
     ) -> None:
         """`identity` is this gateway's: a worker of another cluster, model or protocol is not connected."""
         self.member = member
@@ -80,10 +84,10 @@ class WorkerLink:
         self.why_incompatible = ""  # empty unless worker and gateway must not work together
         self.features = self.adapters = frozenset[str]()  # of the worker
         self.on_residency: Callable[[pb.Residency], None] | None = None
-        self.quarantine = QuarantineExchange(self._send, lambda: self.features if self.connected else frozenset())
-        self.on_room: Callable[[], None] | None = None
-        self.on_survived: Callable[[], None] | None = None
-        self.on_vanished: Callable[[], None] | None = None
+        self.quarantine = QuarantineExchange(
+            self._send, lambda: self.features if self.connected else frozenset(), on_quarantined
+        )
+        self._on_room, self._on_survived, self._on_vanished = on_room, on_survived, on_vanished
         self._engine_id = ""  # of the last connection
         self.identity = identity or GatewayIdentity()
         self._reserving: dict[int, asyncio.Future[None]] = {}
@@ -348,8 +352,8 @@ class WorkerLink:
         self.generation += 1
         # A worker whose engine died stays for a moment, and drains.
         lives = bool(welcome.engine_id) and welcome.engine_id == self._engine_id and not welcome.load.draining
-        if lives and self.on_survived is not None:
-            self.on_survived()
+        if lives:
+            self._on_survived()
         self._engine_id = welcome.engine_id
         self._why_not = ""
         self.tenants.attach()
@@ -364,8 +368,8 @@ class WorkerLink:
 
     def _disconnected(self, reason: str, *, has_vanished: bool = False) -> None:
         was_connected, self.connected = self.connected, False
-        if was_connected and has_vanished and not self.draining and self.on_vanished is not None:
-            self.on_vanished()  # before its requests hear of it
+        if was_connected and has_vanished and not self.draining:
+            self._on_vanished()  # before its requests hear of it
         self.is_full = False
         requests, self._requests = self._requests, {}
         for answer in self._reserving.values():
@@ -442,8 +446,8 @@ class WorkerLink:
         self.stats = codec.stats_from_wire(load)
         self.tenants.take(load)
         was_full, self.is_full = self.is_full, load.full
-        if was_full and not load.full and self.on_room is not None:
-            self.on_room()
+        if was_full and not load.full:
+            self._on_room()
         if load.draining != self.draining:
             self.draining = load.draining
             self._on_change()

@@ -27,12 +27,12 @@ from kvferry.errors import (
 )
 from kvferry.link.identity.protocol import CONTINUE
 from kvferry.link.remote_request import OnOutput, OnText, RemoteRequest, transferred_pages
-from kvferry.link.request_quarantine import QUARANTINE_S, Quarantine, to_wire
+from kvferry.link.request_quarantine import QUARANTINE_S, to_wire
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId
 from kvferry.observability.telemetry import FALLBACK_CAUSES
 from kvferry.observability.tracing import Span, end_after
-from kvferry.router.engine_losses import EngineLosses, digest_of
+from kvferry.router.engine_losses import digest_of
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement_policy import Measured, Policy
 from kvferry.router.priced_placement import Decision
@@ -47,9 +47,8 @@ from kvferry.router.request_placer import (
     no_decode_worker,
 )
 from kvferry.router.request_record import RequestRecord, set_answer_attributes
-from kvferry.router.room_queue import ASK_AGAIN_S, RoomQueues
+from kvferry.router.room_queue import ASK_AGAIN_S
 from kvferry.router.worker_pool import WorkerPool
-from kvferry.wire.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -78,17 +77,11 @@ class Dispatcher:
             volumes,
             clock,
             itertools.count(1),
-            EngineLosses(),
-            RoomQueues(config.max_queued_requests, clock),
+            workers.losses,
+            workers.queues,
             config.queue_timeout_s,
-            Quarantine(),
+            workers.quarantined,
         )
-        workers.on_room = self._router.queues.note_room
-        workers.on_survived = self._router.losses.forgive
-        workers.on_vanished = lambda worker: self._router.losses.note_vanished(worker, clock())
-        self._router.losses.on_trial_end = self._router.queues.note_room
-        workers.on_quarantined = self._learn_quarantined
-        workers.read_quarantined = lambda: self._router.quarantine.to_wire(clock())
         self.request_timeout_s = config.request_timeout_s
         self._telling: dict[bytes, asyncio.Task[None]] = {}  # the other gateways, of requests in quarantine
         self._recent: deque[RequestRecord] = deque(maxlen=NUM_RECENT)
@@ -156,11 +149,6 @@ class Dispatcher:
         # A client that has the answer may ask another gateway at once, which would lose a further engine.
         if self._telling and (task := self._telling.get(digest_of(request))) is not None:
             await asyncio.shield(task)
-
-    def _learn_quarantined(self, message: pb.Quarantined) -> None:
-        new = self._router.quarantine.add_from_wire(message, self._router.clock())
-        if new is not None:
-            log.warning("%d requests are in quarantine, as another gateway says", len(new.requests))
 
 
 # A prompt is computed by a prefill worker, and the decode worker's engine pulls its pages; or it is computed by the

@@ -131,7 +131,7 @@ class RequestLosses:
 class EngineLosses:
     """The requests of one gateway on every engine, and suspects on trial."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_trial_end: Callable[[], None] = lambda: None) -> None:
         self._in_flight: dict[Engine, set[RequestLosses]] = {}
         self._suspects: dict[Engine, frozenset[RequestLosses]] = {}  # of lost engines, until their requests have ended
         self._on_trial: dict[MemberId, _Trial] = {}
@@ -140,7 +140,7 @@ class EngineLosses:
         self._blamed_for: dict[MemberId, dict[RequestLosses, bytes]] = {}  # by the worker that was lost last
         self._vanished: OrderedDict[MemberId, float] = OrderedDict()  # of workers that went away without a word
         self._trial_ended = asyncio.Event()
-        self.on_trial_end: Callable[[], None] = lambda: None
+        self._on_trial_end = on_trial_end
 
     def __repr__(self) -> str:
         return f"<EngineLosses {len(self._in_flight)} engines, {len(self._on_trial)} on trial>"
@@ -257,7 +257,7 @@ class EngineLosses:
         if mine:
             self._trial_ended.set()
             self._trial_ended = asyncio.Event()
-            self.on_trial_end()
+            self._on_trial_end()
 
     async def trial_end(self) -> None:
         """Wait until any trial ends."""

@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator
 
 from kvferry.config import WorkerConfig
 from kvferry.link.identity.protocol import GatewayIdentity
+from kvferry.link.request_quarantine import Quarantine
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership
 from kvferry.membership.follower import MemberFollower
+from kvferry.router.engine_losses import EngineLosses
 from kvferry.router.placement import Candidate, unpaired
+from kvferry.router.room_queue import RoomQueues
 from kvferry.util.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
 
@@ -33,6 +36,7 @@ class WorkerPool:
         gateway_id: str,
         worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
         *,
+        queues: RoomQueues | None = None,
         on_up: Callable[[WorkerLink], None] = lambda link: None,
         on_down: Callable[[MemberId], None] = lambda member_id: None,
         on_gone: Callable[[MemberId], None] = lambda member_id: None,
@@ -41,14 +45,11 @@ class WorkerPool:
     ) -> None:
         """`on_up` and `on_down` report links, `on_gone` forgotten workers, `on_change` all these and draining.
 
-        `clock` stamps candidates, in seconds.
+        `queues` hear of room at workers; `clock` stamps candidates, in seconds.
         """
-        # A worker of this pool that was full has room; None: perhaps of any.
-        self.on_room: Callable[[str | None], None] = lambda pool: None
-        self.on_survived: Callable[[MemberId], None] = lambda member_id: None  # a link came back to the same engine
-        self.on_vanished: Callable[[MemberId], None] = lambda member_id: None  # a worker went away without a word
-        self.on_quarantined: Callable[[pb.Quarantined], None] = lambda message: None
-        self.read_quarantined: Callable[[], pb.Quarantined | None] = lambda: None  # told to a worker that comes up
+        self.queues = queues or RoomQueues(0, clock)
+        self.losses = EngineLosses(self.queues.note_room)
+        self.quarantined = Quarantine()
         # What this gateway says of itself to workers of a pool, and they compare. None: it does not serve their model
         # now, so they are not dialled before `models_changed`.
         unknown = GatewayIdentity()
@@ -176,12 +177,22 @@ class WorkerPool:
         if identity is None:
             self._not_served[member.member_id] = member
             return
-        link = WorkerLink(member, self._gateway_id, self._on_change, self._worker, identity=identity)
-        link.on_room = lambda: self.on_room(member.pool)
-        link.on_survived = lambda: self.on_survived(member.member_id)
-        link.on_vanished = lambda: self.on_vanished(member.member_id)
-        link.quarantine.on_learned = lambda message: self.on_quarantined(message)
-        self._links[member.member_id] = link
+        self._links[member.member_id] = WorkerLink(
+            member,
+            self._gateway_id,
+            self._on_change,
+            self._worker,
+            identity=identity,
+            on_room=lambda: self.queues.note_room(member.pool),
+            on_survived=lambda: self.losses.forgive(member.member_id),
+            on_vanished=lambda: self.losses.note_vanished(member.member_id, self._clock()),
+            on_quarantined=self._learn_quarantined,
+        )
+
+    def _learn_quarantined(self, message: pb.Quarantined) -> None:
+        new = self.quarantined.add_from_wire(message, self._clock())
+        if new is not None:
+            log.warning("%d requests are in quarantine, as another gateway says", len(new.requests))
 
     def _left(self, member_id: MemberId) -> None:
         self._not_served.pop(member_id, None)
@@ -196,14 +207,14 @@ class WorkerPool:
             if link.connected and self._up.get(member_id) != link.generation:
                 self._up[member_id] = link.generation
                 self._on_up(link)
-                if known := self.read_quarantined():
+                if known := self.quarantined.to_wire(self._clock()):
                     link.quarantine.tell(known)
             elif not link.connected and self._up.pop(member_id, None) is not None:
                 self._on_down(member_id)
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self.on_room(None)
+        self.queues.note_room()
         self._notify_change()
 
     async def _sweep(self) -> None:

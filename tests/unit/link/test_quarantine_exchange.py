@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from kvferry.link.identity.protocol import QUARANTINE, QUARANTINE_KNOWN
 from kvferry.link.quarantine_exchange import QuarantineExchange
@@ -11,9 +12,11 @@ from kvferry.wire.v1 import worker_pb2 as pb
 NEWS = pb.Quarantined(requests=[pb.QuarantinedRequest(digest=bytes(32), left_ms=1000)])
 
 
-def exchange_with(*features: str) -> tuple[QuarantineExchange, list[pb.Downward]]:
+def exchange_with(
+    *features: str, on_learned: Callable[[pb.Quarantined], None] = lambda message: None
+) -> tuple[QuarantineExchange, list[pb.Downward]]:
     sent: list[pb.Downward] = []
-    return QuarantineExchange(sent.append, lambda: frozenset(features)), sent
+    return QuarantineExchange(sent.append, lambda: frozenset(features), on_learned), sent
 
 
 def known(number: int) -> pb.Upward:
@@ -59,9 +62,10 @@ async def test_nothing_is_sent_where_the_link_is_down() -> None:
 
 
 def test_a_gateway_answers_after_it_has_learned() -> None:
-    exchange, sent = exchange_with(QUARANTINE, QUARANTINE_KNOWN)
     learned: list[tuple[pb.Quarantined, int]] = []
-    exchange.on_learned = lambda message: learned.append((message, len(sent)))
+    exchange, sent = exchange_with(
+        QUARANTINE, QUARANTINE_KNOWN, on_learned=lambda message: learned.append((message, len(sent)))
+    )
     asked = pb.Quarantined(requests=NEWS.requests, number=3)
     for message in (NEWS, asked):
         exchange.receive(pb.Upward(quarantined=message))
