@@ -70,7 +70,7 @@ def prompt(features: bytes, num_tiles: int = 2) -> Any:
         Sampling(max_tokens=1),
         cache_salt="salt",
         images=(ImageSpan("digest", 1, len(tokens) - 2),),
-        features=[features],
+        features=[features] if features else [],
     )
     made = image_prompt(request, MODEL)
     assert request.features == [], "whoever holds the request holds no features any more"
