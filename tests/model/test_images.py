@@ -257,7 +257,7 @@ async def test_unusable_images_are_refused_and_the_engine_goes_on(prompts: Promp
     await refused("cannot be read", structs.replace(image, features=b"\x00" * 100))
     await refused("placeholder tokens", structs.replace(image, num_tokens=image.num_tokens - 20))
     await refused("do not overlap", image, image)
-    await refused("end of the prompt", image, prompt_token_ids=known.token_ids[: image.end])
+    await refused("end of the prompt", image, prompt_token_ids=known.token_ids[: image.span.end])
     from kvferry.engine.vllm.rendering.image_features import decode_features, encode_features
 
     item = decode_features(image.features)
