@@ -384,7 +384,7 @@ class Backlogs:
 class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
-    # Of both, those whose prompts are not computed yet: no streams. 0 where tenants have no shares.
+    # Running and waiting requests whose prompts are not computed yet: no streams. 0 where tenants have no shares.
     num_prompts: int = 0
     num_pages_used: int = 0
     num_pages: int = 0
