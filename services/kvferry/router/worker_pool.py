@@ -47,7 +47,7 @@ class WorkerPool:
 
         `queues` hear of room at workers; `clock` stamps candidates, in seconds.
         """
-        self.queues = queues or RoomQueues(0, clock)
+        self.queues = queues if queues is not None else RoomQueues(0, clock)  # an empty one is false
         self.losses = EngineLosses(self.queues.note_room)
         self.quarantined = Quarantine()
         # What this gateway says of itself to workers of a pool, and they compare. None: it does not serve their model

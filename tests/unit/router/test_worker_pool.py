@@ -13,6 +13,7 @@ from msgspec import structs
 from kvferry.engine.base import EngineStats
 from kvferry.membership import follower
 from kvferry.membership.base import Joined, Member, MemberChange, MemberId, MemberKind, Snapshot
+from kvferry.router.room_queue import RoomQueues
 from kvferry.router.worker_pool import WorkerPool
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import SOON_S, until
@@ -118,3 +119,9 @@ async def test_a_worker_whose_record_names_another_pool_is_dialled_anew() -> Non
         assert after.member.pool == "finance"
     finally:
         await pool.close()
+
+
+async def test_a_pool_tells_the_queues_that_it_was_given() -> None:
+    queues = RoomQueues(7, lambda: 0.0)
+    pool = WorkerPool(MemoryMembership(MemoryRegistry()), "g", queues=queues)
+    assert pool.queues is queues, "though it is empty"
