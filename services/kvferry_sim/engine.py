@@ -274,12 +274,12 @@ class SimEngine:
     ) -> AsyncIterator[EngineOutput]:
         try:
             if len(request.prompt_token_ids) < LONG_PROMPT_TOKENS:
-                sequence = self._admit(request, due_ms, trace or request.trace)
+                sequence = self._admit(request, due_ms, trace)
             else:
                 is_burst = self._long_prompts.locked()
                 async with self._long_prompts:
                     await self._sleep(LONG_PROMPT_PAUSE_S if is_burst else 0)
-                    sequence = self._admit(request, due_ms, trace or request.trace)
+                    sequence = self._admit(request, due_ms, trace)
         except (InvalidRequest, EngineDead, asyncio.CancelledError):
             await self.decline(request)
             raise

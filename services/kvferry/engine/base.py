@@ -464,7 +464,7 @@ class Engine(Protocol):
         """Yield outputs, the last with a `finish_reason`. Closing the iterator early aborts the request.
 
         `due_ms`: when the worker's fair queue expects the prompt to be done, in virtual ms; an engine computes the
-        earliest first. `trace`: the worker's own span, in place of the request's. It removes the request's features.
+        earliest first. `trace`: the span that the engine's work belongs to. It removes the request's features.
         Pages that cannot be pulled are computed. Deltas begin after the delivered part. Raises InvalidRequest,
         EngineDead, and EngineError for an answer that its parser cannot read or an adapter that cannot be loaded.
         """

@@ -371,6 +371,7 @@ def _write(pipe: int, payload: bytes) -> None:
 
 
 def _limit(limits: ForkLimits, most_mapped_bytes: int, parent: int) -> None:
+    """Limit this process, and end it with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

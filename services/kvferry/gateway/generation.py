@@ -63,17 +63,12 @@ class Generation:
         self.requests = requests
         self._trace = trace
         span = trace.span if trace is not None else None
+        pool, adapter = requests[0].pool, requests[0].prompt.adapter
         if span is not None:
-            span.set({"kvferry.tenant": tenant.name, "kvferry.adapter": requests[0].prompt.adapter or None})
+            span.set({"kvferry.tenant": tenant.name, "kvferry.adapter": adapter or None})
         self.records = [
-            RequestRecord(
-                tenant=tenant.name,
-                owner=tenant.cache_salt,
-                pool=request.pool,
-                adapter=request.prompt.adapter,
-                trace=span,
-            )
-            for request in requests
+            RequestRecord(tenant=tenant.name, owner=tenant.cache_salt, pool=pool, adapter=adapter, trace=span)
+            for _ in requests
         ]
         self.choices = [
             (Choice if request.parse is None else ParsedChoice)(resumed_after=record.resumed_after)

@@ -55,7 +55,6 @@ from kvferry.router.placement import why_unequal
 from kvferry.router.placement_policy import Policy, PricedPolicy, RoundRobinPolicy
 from kvferry.router.prices.pricing import VolumeCosts
 from kvferry.router.residency_subscriber import ResidencySubscriber
-from kvferry.router.room_queue import RoomQueues
 from kvferry.router.usage import UsageExchange
 from kvferry.router.worker_pool import WorkerPool
 from kvferry.util import collector, simulator
@@ -207,7 +206,7 @@ class GatewayHost:
             membership,
             self.gateway_id,
             config.worker,
-            queues=RoomQueues(config.gateway.max_queued_requests, time.monotonic),
+            max_queued_requests=config.gateway.max_queued_requests,
             on_up=self.residency.linked,
             on_down=self.residency.gone,
             on_gone=self.policy.forget,

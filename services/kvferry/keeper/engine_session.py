@@ -215,6 +215,7 @@ class EngineSession:
         self._owner.on_hello(self, message)
 
     def _pump(self) -> None:
+        """Send as much as the socket takes: answers first, then updates."""
         connection = self._connection
         if connection is None:
             return

@@ -318,7 +318,7 @@ class GatewaySession:
 
     async def _run(self, number: int, request: EngineRequest, images: WaitingImages) -> None:
         instrumented = self._worker.instrumentation.begin(request)
-        trace = instrumented.span.context if instrumented.span is not None else None
+        trace = instrumented.span.context if instrumented.span is not None else request.trace
         output: EngineOutput | None = None
         num_generated = 0
         self._tenants.begin(request)

@@ -260,6 +260,7 @@ class WorkerLink:
         )
 
     def _not_attached(self, reason: str) -> None:
+        """Log the reason, as a warning only when it changes."""
         level = logging.DEBUG if reason == self._why_not else logging.WARNING
         log.log(level, "no link to worker %s yet: %s", self.member.member_id, reason)
         self._why_not = reason

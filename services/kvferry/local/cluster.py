@@ -473,6 +473,7 @@ def _changed(config: ClusterConfig, section: str, **values: Any) -> ClusterConfi
 
 
 def _choose_port(config: ClusterConfig, key: str, port: int, *, taken: int = 0) -> int:
+    """Return the gateway's `port`; if 0, a free one besides `taken`."""
     host = config.gateway.host
     if port == 0:
         while (chosen := free_port(host)) == taken:
@@ -524,6 +525,7 @@ def _require_reachable(endpoints: tuple[str, ...]) -> None:
 
 
 def _clean(folder: RunFolder, *, keep_logs: bool) -> Cleaned:
+    """End every process, then remove their files. Requires the lock."""
     had_state = folder.token_file.exists() or folder.record_file.exists()
     num_processes = end_all(
         folder.marks(),

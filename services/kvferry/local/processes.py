@@ -69,6 +69,7 @@ class ProcessIdentity:
 
     @contextlib.contextmanager
     def _pinned(self) -> Iterator[int | None]:
+        """Return a pidfd, or None if the process is gone."""
         pidfd = os.pidfd_open(self.pid)
         try:
             # Read after the descriptor is open: it names whoever had the pid then, and the pid cannot pass on while

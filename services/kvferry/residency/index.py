@@ -177,6 +177,7 @@ def _depths(owners: dict[str, set[int]], keys: Sequence[int]) -> dict[str, int]:
 
 
 def _depth(held: set[int], keys: Sequence[int], backwards: Sequence[int], low: int, high: int, known: list[int]) -> int:
+    """Return the depth between `low` (page held) and `high` (next page absent)."""
     for depth in known:
         if low <= depth <= high:
             if depth > low and keys[depth - 1] not in held:

@@ -327,12 +327,7 @@ class _RequestRun:
             with end_after(span):
                 # Between the end of the prefill and this submit nothing is awaited: once submitted, a cancel also
                 # reaches the prefill engine, which holds pages for this request.
-                remote = decode.submit(
-                    request,
-                    self._answer.on_output,
-                    self._answer.on_text,
-                    attempt.place,
-                )
+                remote = decode.submit(request, self._answer.on_output, self._answer.on_text, attempt.place)
                 if kept is not None:
                     kept.is_given = True
                 with self._on_engine(decode):
@@ -357,6 +352,7 @@ class _RequestRun:
         return True
 
     async def _pause_of_suspect(self, error: KvferryError) -> None:
+        """Wait for the suspect of another gateway that a worker has."""
         if self._placer.losses.is_suspect and isinstance(error, Overloaded):
             await asyncio.sleep(ASK_AGAIN_S)
 

@@ -67,9 +67,6 @@ class Contract(msgspec.Struct, frozen=True):
     terms: EngineTerms | None = None  # None: not known
 
 
-NO_CONTRACT: Final = Contract()
-
-
 class Request(msgspec.Struct, frozen=True):
     """One choice that a client asks for."""
 
@@ -77,7 +74,7 @@ class Request(msgspec.Struct, frozen=True):
     prompt: Prompt
     sampling: Sampling
     parse: Parse | None = None
-    contract: Contract = NO_CONTRACT
+    contract: Contract = Contract()
     wanted_s: float | None = None  # as in TierHints
     deadline_s: float | None = None  # of `time.monotonic`
     pool: str = ""  # whose workers alone may have it; empty: the default one
@@ -161,9 +158,7 @@ class Answer:
         if turn is not None and decision is not None:
             turn = Turn(turn.tenant, turn.share, decision.missing_tokens)
         return EngineRequest(
-            self.request_id,
-            self.all_token_ids,
-            sampling,
+            *(self.request_id, self.all_token_ids, sampling),
             transfer_params=transfer_params,
             cache_salt=prompt.cache_salt,
             tier=_tier_hints(request, decision),

@@ -141,6 +141,7 @@ class RequestPlacer:
 
     @property
     def _has_begun(self) -> bool:
+        """Whether a worker had it before: it goes before new requests."""
         return bool(self._answer.token_ids or self.losses.workers or self._record.num_preemptions)
 
     @functools.cached_property

@@ -88,6 +88,7 @@ class UsageExchange:
         self._limits.set_running(running)
 
     def _new_work(self, link: WorkerLink) -> _Work:
+        """Return ms, requests and tokens of each tenant since the last call."""
         generation, before = self._seen.get(link.member.member_id, (-1, {}))
         used = link.tenants.used
         totals = {tenant: (ms, *used[tenant]) for tenant, ms in link.tenants.served_ms.items()}

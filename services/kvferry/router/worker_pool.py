@@ -36,7 +36,7 @@ class WorkerPool:
         gateway_id: str,
         worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
         *,
-        queues: RoomQueues | None = None,
+        max_queued_requests: int = 0,
         on_up: Callable[[WorkerLink], None] = lambda link: None,
         on_down: Callable[[MemberId], None] = lambda member_id: None,
         on_gone: Callable[[MemberId], None] = lambda member_id: None,
@@ -45,11 +45,10 @@ class WorkerPool:
     ) -> None:
         """`on_up` and `on_down` report links, `on_gone` forgotten workers, `on_change` all these and draining.
 
-        `queues` hear of room at workers; `clock` stamps candidates, in seconds.
+        Each pool may have `max_queued_requests` that wait for room. `clock` stamps candidates, in seconds.
         """
-        self.queues = queues if queues is not None else RoomQueues(0, clock)  # an empty one is false
-        self.losses = EngineLosses(self.queues.note_room)
-        self.quarantined = Quarantine()
+        self.queues = RoomQueues(max_queued_requests, clock)
+        self.losses, self.quarantined = EngineLosses(self.queues.note_room), Quarantine()
         # What this gateway says of itself to workers of a pool, and they compare. None: it does not serve their model
         # now, so they are not dialled before `models_changed`.
         unknown = GatewayIdentity()
@@ -178,10 +177,7 @@ class WorkerPool:
             self._not_served[member.member_id] = member
             return
         self._links[member.member_id] = WorkerLink(
-            member,
-            self._gateway_id,
-            self._on_change,
-            self._worker,
+            *(member, self._gateway_id, self._on_change, self._worker),
             identity=identity,
             on_room=lambda: self.queues.note_room(member.pool),
             on_survived=lambda: self.losses.forgive(member.member_id),

@@ -170,6 +170,7 @@ def _read_all(path: Path, *, without: str | None = None) -> tuple[Counter[str], 
 
 
 def _read(file: Path) -> Counter[str] | None:
+    """Return None for a file that is there and cannot be read."""
     try:
         counts = msgspec.json.decode(read_small(file, MAX_FILE_BYTES), type=dict[str, int])
         # A negative number would take away what other files count.

@@ -140,6 +140,7 @@ class PageMirror:
                 del self._remembered[page_hash]
 
     def _keys_by_tokens(self, event: PagesStored) -> dict[int, int]:
+        """Empty if the parent is unknown."""
         if event.parent_hash is None:
             parent: int | None = seed_of(event.cache_salt or "")
         else:

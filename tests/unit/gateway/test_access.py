@@ -15,7 +15,7 @@ from kvferry.gateway.identity.key_file import KeyFile, new_key
 from kvferry.gateway.identity.tenant_directory import TenantDirectory
 from kvferry.gateway.identity.tenants import DEFAULT_TENANT, Tenant, Tenants
 from kvferry.membership.base import RecordChanged, Records
-from kvferry.router.request import NO_CONTRACT
+from kvferry.router.request import Contract
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.records import KeyRecord, TenantRecord, encode
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
@@ -30,7 +30,7 @@ def test_where_nobody_has_to_say_who_they_are_everybody_is_the_default_tenant() 
     assert access.is_open
     access.require_metrics(None, None)
     assert access.identify(None, None) is DEFAULT_TENANT
-    assert (DEFAULT_TENANT.cache_salt, DEFAULT_TENANT.contract) == ("", NO_CONTRACT)
+    assert (DEFAULT_TENANT.cache_salt, DEFAULT_TENANT.contract) == ("", Contract())
 
 
 def test_a_key_names_its_tenant(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from kvferry.engine.base import EngineStats
+from kvferry.errors import Overloaded
 from kvferry.membership import follower
 from kvferry.membership.base import Joined, Member, MemberChange, MemberId, MemberKind, Snapshot
-from kvferry.router.room_queue import RoomQueues
 from kvferry.router.worker_pool import WorkerPool
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import SOON_S, until
@@ -121,7 +121,8 @@ async def test_a_worker_whose_record_names_another_pool_is_dialled_anew() -> Non
         await pool.close()
 
 
-async def test_a_pool_tells_the_queues_that_it_was_given() -> None:
-    queues = RoomQueues(7, lambda: 0.0)
-    pool = WorkerPool(MemoryMembership(MemoryRegistry()), "g", queues=queues)
-    assert pool.queues is queues, "though it is empty"
+async def test_as_many_requests_as_allowed_wait_for_room() -> None:
+    queue = WorkerPool(MemoryMembership(MemoryRegistry()), "g", max_queued_requests=1).queues.of("")
+    queue.enter(10.0, None, is_resumed=False)
+    with pytest.raises(Overloaded, match="max_queued_requests is 1 choices"):
+        queue.enter(10.0, None, is_resumed=False)

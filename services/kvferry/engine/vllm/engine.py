@@ -307,7 +307,7 @@ class VllmEngine:
             prompt = _prompt(request, llm, self._vocabulary)
             if request.continued is not None:
                 self._continuations.expect(request_id, request.continued)
-            params, parsed, options = await self._prepare(request, transfer, due_ms, trace or request.trace)
+            params, parsed, options = await self._prepare(request, transfer, due_ms, trace)
             assert self._validator is not None
             await self._validator.validate(params)
             if request.adapter:

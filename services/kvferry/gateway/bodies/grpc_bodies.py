@@ -246,6 +246,7 @@ def _read(raw: bytes, kind: type[M]) -> M:
 
 
 def _refuse_several(raw: bytes, number_to_prompt: Mapping[int, str]) -> None:
+    """Refuse several prompts, of which protobuf would silently keep the last."""
     found = {number_to_prompt[number] for number in _field_numbers(raw) if number in number_to_prompt}
     if len(found) > 1:
         raise InvalidRequest(f"one prompt is enough: the message has {' and '.join(sorted(found))}", param="prompt")

@@ -55,6 +55,7 @@ def check_tools(schemas: Sequence[Mapping[str, Any] | None]) -> None:
 
 
 def _check_spec(field: str, spec: object) -> int:
+    """Return the size of a JSON value in bytes."""
     try:
         num_bytes = len(msgspec.json.encode(spec))
     except RecursionError:

@@ -100,6 +100,7 @@ class JwtTokens:
         return tenant
 
     def _verify(self, token: str) -> tuple[dict[str, Any], float]:
+        """Return the claims, and their end in seconds since 1970."""
         config = self._config
         try:
             header = jwt.get_unverified_header(token)

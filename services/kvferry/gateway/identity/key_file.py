@@ -198,6 +198,7 @@ def new_key(file: Path, tenant: str, name: str, *, operator: bool = False, metri
 
 
 def _write(file: Path, keys: Sequence[ApiKey]) -> None:
+    """Replace the file atomically, since gateways read it meanwhile."""
     lines = [
         f"- {{tenant: {key.tenant!r}, name: {key.name!r}, sha256: {key.sha256!r}"
         f"{', operator: true' if key.operator else ''}{', metrics: true' if key.metrics else ''}"

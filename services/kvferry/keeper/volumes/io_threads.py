@@ -176,6 +176,7 @@ class IoThreads:
                 return
 
     def _next(self) -> Operation | None:
+        """None: the thread has to end."""
         with self._work:
             while True:
                 for queue in self._queues.values():

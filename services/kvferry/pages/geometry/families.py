@@ -152,6 +152,7 @@ def _dense(fields: ConfigFields, num_layers: int) -> tuple[LayerGroup, ...]:
 
 
 def _windows(fields: ConfigFields, num_layers: int) -> list[int | None]:
+    """Return each layer's window; None keeps every token."""
     is_off = fields.model_type in _SWITCHED_WINDOWS and not fields.flag("use_sliding_window")
     if is_off or fields.model_type in _WITHOUT_WINDOWS:
         return [None] * num_layers

@@ -428,6 +428,7 @@ def _entries(chunks: Sequence[EvictableChunk]) -> list[IndexEntry]:
 
 
 def _append_files(found: Iterable[File], num_missing: int, files: list[File]) -> int:
+    """Return the bytes that are still missing."""
     for file in found:
         if num_missing > 0 and file not in files:
             files.append(file)

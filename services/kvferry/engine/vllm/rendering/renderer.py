@@ -331,6 +331,7 @@ class VllmRenderer:
 
 
 def _grammar_checks(tokenizer: Any, vocabulary_size: int) -> GrammarChecks | None:
+    """Return None for a tokenizer that is not a fast one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
