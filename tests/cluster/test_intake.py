@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.gateway.admission import MAX_STEP_LOGPROB_ENTRIES
 from kvferry.inference.v1 import inference_pb2 as pb
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, running
 from .test_access import bearer, grpc_to
@@ -60,7 +60,11 @@ async def test_both_protocols_check_limits_in_the_same_order() -> None:
             assert caught.value.details() == message
         assert cluster.gateway is not None
         admission = cluster.gateway.admission
-        assert (admission.num_choices, admission.num_prompt_tokens, admission.num_body_bytes) == (0, 0, 0)
+        # A client may have its error before the gateway has ended the call.
+        await until(
+            lambda: (admission.num_choices, admission.num_prompt_tokens, admission.num_body_bytes) == (0, 0, 0),
+            what="nothing is held",
+        )
         body = {"model": MODEL, "prompt": "word", "n": TENANTS_CHOICES, "max_tokens": 1}
         answer = await http.post("/v1/completions", json=body, headers=headers)
         assert answer.status_code == 200, answer.text

@@ -18,6 +18,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def _own_handlers() -> Iterator[None]:
     assert threading.current_thread() is threading.main_thread(), "only it has handlers"
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:  # a parent may have left some ignored, as nohup does
+        signal.signal(number, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -253,7 +253,8 @@ def test_engines_get_hints_where_there_are_any(
     plain = Request(RequestId("r"), Prompt(PROMPT), Sampling(max_tokens=1), wanted_s=wanted_s)
     answer = answer_of(plain)
     assert answer.answer_request(decided(None, load), None, may_preempt=True).tier == hints
-    assert answer.answer_request(AGGREGATED, None).turn is None
+    asked = answer.answer_request(AGGREGATED, None, may_preempt=True)
+    assert (asked.turn, asked.is_preemptible) == (None, False)
 
 
 @pytest.mark.parametrize("package", ["gateway", "router", "link", "worker"])
