@@ -173,8 +173,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
     pool: str = ""  # whose workers alone may have it; empty: the default one
     adapter: str = ""  # of EngineInfo.adapters; empty: the model itself
     images: tuple[ImageSpan, ...] = ()  # by offset; they do not overlap
-    # By image; none where pages come from another engine. The engine takes them out: whoever holds the request during
-    # its answer then holds no features.
+    # By image; none where pages come from another engine. The engine empties the list when it begins, so that nobody
+    # who holds the request during its answer holds them.
     features: list[bytes] = []
 
     @property
@@ -464,7 +464,7 @@ class Engine(Protocol):
         """Yield outputs, the last with a `finish_reason`. Closing the iterator early aborts the request.
 
         `due_ms`: when the worker's fair queue expects the prompt to be done, in virtual ms; an engine computes the
-        earliest first. `trace`: the span that the engine's work belongs to. It removes the request's features.
+        earliest first. `trace`: the span that the engine's work belongs to. The engine empties `features`.
         Pages that cannot be pulled are computed. Deltas begin after the delivered part. Raises InvalidRequest,
         EngineDead, and EngineError for an answer that its parser cannot read or an adapter that cannot be loaded.
         """

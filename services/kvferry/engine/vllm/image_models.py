@@ -80,7 +80,7 @@ CHECKS: Mapping[str, Callable[[MultiModalKwargsItem, Any], int]] = {"Idefics3For
 
 
 def image_prompt(request: EngineRequest, model_config: Any) -> dict[str, Any]:
-    """Return vLLM's input, and take the request's features. Raises InvalidRequest."""
+    """Return vLLM's input, and remove the request's features. Raises InvalidRequest."""
     # An image without features has no data: its pages come from another engine (plugins/absent_images.py).
     check = CHECKS.get(model_config.architecture)
     if check is None:
