@@ -21,16 +21,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.fuzzed_chunks import NAMESPACES, SMALL, Tally, truth
-from kvferry.store import chunk_file, folder, paths
-from kvferry.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S
-from kvferry.store.chunk_file import HEADER_BYTES
-from kvferry.store.direct_io import DirectIo, aligned_buffer
-from kvferry.store.index.eviction import TenantRetention
-from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.layout import ChunkId, ChunkKey
-from kvferry.store.volume import Outcome, Volume
+from kvferry.keeper.layout import ChunkId, ChunkKey
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.terms import TierContract
+from kvferry_keeper.store import chunk_file, folder, paths
+from kvferry_keeper.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S
+from kvferry_keeper.store.chunk_file import HEADER_BYTES
+from kvferry_keeper.store.direct_io import DirectIo, aligned_buffer
+from kvferry_keeper.store.index.eviction import TenantRetention
+from kvferry_keeper.store.keyring import SecretsKeyring
+from kvferry_keeper.store.volume import Outcome, Volume
 
 NUM_NODES = 3
 NUM_CHUNKS = 24

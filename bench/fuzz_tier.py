@@ -48,13 +48,13 @@ from rich.table import Table
 from bench.fuzz_nodes import NodesStage, shared_chunk
 from bench.fuzzed_chunks import NAMESPACES, SMALL, Tally, truth
 from bench.results import BenchFailed, Results, run_benchmark
-from kvferry.store import chunk_file, paths
-from kvferry.store.chunk_file import HEADER_BYTES
-from kvferry.store.direct_io import Fault, FaultyIo, Operation, aligned_buffer
-from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.layout import ChunkId, ChunkKey, ChunkLayout
-from kvferry.store.volume import Outcome, Volume
+from kvferry.keeper.layout import ChunkId, ChunkKey, ChunkLayout
 from kvferry.tenancy.namespace import Namespace
+from kvferry_keeper.store import chunk_file, paths
+from kvferry_keeper.store.chunk_file import HEADER_BYTES
+from kvferry_keeper.store.direct_io import Fault, FaultyIo, Operation, aligned_buffer
+from kvferry_keeper.store.keyring import SecretsKeyring
+from kvferry_keeper.store.volume import Outcome, Volume
 from kvferry_loadtest.machine import machine_line
 
 KEYRING = SecretsKeyring({"*": b"not a secret, as everybody sees."})
@@ -667,7 +667,7 @@ def main() -> int:
         console.print("fuzz-tier: at least one mutation", style="red")
         return 2
     # Each mutation causes a warning, as expected.
-    logging.getLogger("kvferry.store").setLevel(logging.ERROR)
+    logging.getLogger("kvferry_keeper.store").setLevel(logging.ERROR)
     folder = Path(tempfile.mkdtemp(prefix="kvferry-fuzz-", dir=options.folder or memory_folder()))
     columns = (TextColumn("mutations"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 

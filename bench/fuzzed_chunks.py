@@ -6,7 +6,7 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from kvferry.store.layout import ChunkId, ChunkLayout
+from kvferry.keeper.layout import ChunkId, ChunkLayout
 from kvferry.tenancy.namespace import Namespace
 
 NAMESPACES = tuple(Namespace(tenant, epoch) for tenant in ("acme", "umbrella") for epoch in (1, 2))

@@ -46,11 +46,11 @@ from rich.table import Table
 
 from bench.gpu_pages import GpuPages
 from bench.results import BenchFailed, Results, run_benchmark
-from kvferry.store import chunk_file, paths
-from kvferry.store.direct_io import aligned_buffer
-from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.layout import ALIGNMENT, ChunkId, ChunkKey, ChunkLayout
-from kvferry.store.volume import Outcome, Volume
+from kvferry.keeper.layout import ALIGNMENT, ChunkId, ChunkKey, ChunkLayout
+from kvferry_keeper.store import chunk_file, paths
+from kvferry_keeper.store.direct_io import aligned_buffer
+from kvferry_keeper.store.keyring import SecretsKeyring
+from kvferry_keeper.store.volume import Outcome, Volume
 from kvferry_loadtest.machine import machine_line
 
 LAYOUT = ChunkLayout("bench", "main", "x", "bfloat16", "auto", 16, 4, 24, 8, 128, "avx512", 1, 1, "NHD", 3 << 19)

@@ -28,93 +28,93 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "services" / "kvferry"
+SERVICES = ROOT / "services"
 
-# Module below services/kvferry -> the tests that have to notice.
+# Module below services -> the tests that have to notice.
 MODULES: dict[str, tuple[str, ...]] = {
-    "gateway/identity/access.py": ("tests/unit/gateway/test_access.py",),
-    "gateway/identity/identification.py": ("tests/unit/gateway/test_identification.py",),
-    "gateway/identity/jwt_tokens.py": ("tests/unit/gateway/test_jwt_tokens.py",),
-    "gateway/identity/tenant_directory.py": ("tests/unit/gateway/test_tenant_directory.py",),
-    "keeper/remote/chunk_lender.py": ("tests/unit/keeper/test_chunk_lender.py",),
-    "link/flow_control.py": ("tests/unit/link/test_flow_control.py",),
-    "link/request_quarantine.py": ("tests/unit/link/test_request_quarantine.py",),
-    "router/prices/ledger.py": ("tests/unit/router/test_ledger.py",),
-    "store/keyring.py": ("tests/unit/store/test_keyring.py",),
-    "store/chunk_quarantine.py": ("tests/unit/store/test_chunk_quarantine.py",),
-    "store/seal_counts.py": ("tests/unit/store/test_sealing_keys.py",),
-    "tenancy/limits.py": ("tests/unit/tenancy/test_limits.py",),
-    "tenancy/shares/slots.py": ("tests/unit/tenancy/test_slots.py",),
+    "kvferry/gateway/identity/access.py": ("tests/unit/gateway/test_access.py",),
+    "kvferry/gateway/identity/identification.py": ("tests/unit/gateway/test_identification.py",),
+    "kvferry/gateway/identity/jwt_tokens.py": ("tests/unit/gateway/test_jwt_tokens.py",),
+    "kvferry/gateway/identity/tenant_directory.py": ("tests/unit/gateway/test_tenant_directory.py",),
+    "kvferry_keeper/remote/chunk_lender.py": ("tests/unit/keeper/test_chunk_lender.py",),
+    "kvferry/link/flow_control.py": ("tests/unit/link/test_flow_control.py",),
+    "kvferry/link/request_quarantine.py": ("tests/unit/link/test_request_quarantine.py",),
+    "kvferry/router/prices/ledger.py": ("tests/unit/router/test_ledger.py",),
+    "kvferry_keeper/store/keyring.py": ("tests/unit/store/test_keyring.py",),
+    "kvferry_keeper/store/chunk_quarantine.py": ("tests/unit/store/test_chunk_quarantine.py",),
+    "kvferry_keeper/store/seal_counts.py": ("tests/unit/store/test_sealing_keys.py",),
+    "kvferry/tenancy/limits.py": ("tests/unit/tenancy/test_limits.py",),
+    "kvferry/tenancy/shares/slots.py": ("tests/unit/tenancy/test_slots.py",),
 }
 # Module and function -> the line as a mutant has it ("without: " and the line where it is removed) -> why no test can
 # see the difference.
 EQUIVALENT: dict[str, dict[str, str]] = {
-    "gateway/identity/jwt_tokens.py JwtTokens.__init__": {
+    "kvferry/gateway/identity/jwt_tokens.py JwtTokens.__init__": {
         'self._seen: FileSignature | None = ""': "read only where there is a file, which sets it",
     },
-    "gateway/identity/jwt_tokens.py JwtTokens.tenant_of": {
+    "kvferry/gateway/identity/jwt_tokens.py JwtTokens.tenant_of": {
         "self._verified.popitem(last=None)": "only its truth counts",
     },
-    "gateway/identity/jwt_tokens.py JwtTokens._verify": {
+    "kvferry/gateway/identity/jwt_tokens.py JwtTokens._verify": {
         "algorithms=None,": "PyJWT takes the key's algorithm instead, which was compared with the token's",
         "without: algorithms=[algorithm],": "the same",
     },
-    "gateway/identity/jwt_tokens.py JwtTokens._fetch": {
+    "kvferry/gateway/identity/jwt_tokens.py JwtTokens._fetch": {
         'client.stream("get", url) as answer,': "httpx sends methods in upper case",
     },
-    "gateway/identity/jwt_tokens.py _file_bytes": {
+    "kvferry/gateway/identity/jwt_tokens.py _file_bytes": {
         "return file.read(MAX_JWKS_BYTES + 2)": "a second byte is over the limit too",
     },
-    "gateway/identity/tenant_directory.py TenantDirectory.__init__": {
+    "kvferry/gateway/identity/tenant_directory.py TenantDirectory.__init__": {
         "self._withholds_others = None  # once there were more of them: any tenant without a record may be one": (
             "only its truth counts"
         ),
     },
-    "link/request_quarantine.py Quarantine.add": {
+    "kvferry/link/request_quarantine.py Quarantine.add": {
         "self._digest_to_end_s.popitem(last=None)": "only its truth counts",
     },
-    "router/prices/ledger.py WorkerAccount.__init__": {
+    "kvferry/router/prices/ledger.py WorkerAccount.__init__": {
         "self.head_since_s = None  # when the first of `prefills` began": "read only after the first one set it",
         "self.head_since_s = 1.0  # when the first of `prefills` began": "the same",
     },
-    "router/prices/ledger.py Ledger._end_arrival": {
+    "kvferry/router/prices/ledger.py Ledger._end_arrival": {
         "flight.is_arriving = None": "only its truth counts",
     },
-    "store/keyring.py SecretsKeyring._derive": {
+    "kvferry_keeper/store/keyring.py SecretsKeyring._derive": {
         "HKDF(hashes.SHA256(), SEALING_KEY_BYTES, info=info).derive(secret)": "later releases of HKDF take no salt too",
     },
-    "store/keyring.py SealingKeyFile.__init__": {
+    "kvferry_keeper/store/keyring.py SealingKeyFile.__init__": {
         "self._fault = None": "no error has this message",
         'self._fault = "XXXX"': "the same",
     },
-    "store/keyring.py SealingKeyFile.refresh": {
+    "kvferry_keeper/store/keyring.py SealingKeyFile.refresh": {
         'self._seen, self._fault = signature, "XXXX"': "no error has this message",
     },
-    "store/seal_counts.py SealCounts.__init__": {
+    "kvferry_keeper/store/seal_counts.py SealCounts.__init__": {
         "self._others: Counter[str] = None": "`load` sets it before it is read",
         "self._unknown_others: list[Path] = None": "the same",
         "self._is_changed = None": "only its truth counts",
         "self._is_refused_by_drive = None": "the same",
     },
-    "store/seal_counts.py SealCounts.save": {
+    "kvferry_keeper/store/seal_counts.py SealCounts.save": {
         "self._is_refused_by_drive = None": "only its truth counts",
     },
-    "store/seal_counts.py _replace": {
+    "kvferry_keeper/store/seal_counts.py _replace": {
         'draft = file.with_suffix(".TMP")': "no reader of counts takes either for one",
     },
-    "tenancy/shares/slots.py _Tenant.__init__": {
+    "kvferry/tenancy/shares/slots.py _Tenant.__init__": {
         "self._peak = self._peak_before = self._period = 1": "a tenant wants at least one when it is first asked",
     },
-    "tenancy/shares/slots.py DecodeSlots.begin": {
+    "kvferry/tenancy/shares/slots.py DecodeSlots.begin": {
         'known.streams[stream] = ""': "only its keys are read",
     },
-    "tenancy/shares/slots.py DecodeSlots.check": {
+    "kvferry/tenancy/shares/slots.py DecodeSlots.check": {
         "assert abs(self._filled - sum(known.filled for known in self._tenants.values())) <= 1e-6": (
             "no sum is wrong by exactly so much"
         ),
         "assert abs(self._seen_weight - sum(known.weight for known in self._tenants.values())) <= 1e-6": "the same",
     },
-    "tenancy/shares/slots.py DecodeSlots._slots_per_weight": {
+    "kvferry/tenancy/shares/slots.py DecodeSlots._slots_per_weight": {
         "return self.num_slots / self._seen_weight if self._seen_weight > 0 else 1.0": "no tenant has a share of it",
     },
 }
@@ -149,7 +149,7 @@ class Survivor(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run tests against changed modules.")
-    parser.add_argument("modules", nargs="*", default=list(MODULES), help="of services/kvferry")
+    parser.add_argument("modules", nargs="*", default=list(MODULES), help="below services")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     if unknown := set(arguments.modules) - MODULES.keys():
@@ -208,17 +208,17 @@ def _try_mutants(module: str, num_jobs: int) -> tuple[dict[str, str], list[Survi
             [*mutmut, "results", "--all", "true"], cwd=place, check=True, capture_output=True, text=True
         )
         outcomes = dict(line.strip().split(": ", 1) for line in results.stdout.splitlines() if ": " in line)
-        source = (place / "mutants" / "src" / "kvferry" / module).read_text(encoding="utf-8")
+        source = (place / "mutants" / "src" / module).read_text(encoding="utf-8")
         return outcomes, list(_survivors(source, outcomes))
 
 
 def _prepare(place: Path, module: str) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(PACKAGE, place / "src" / "kvferry", ignore=ignored)
+    shutil.copytree(SERVICES, place / "src", ignore=ignored)
     for name in _COPIED:
         shutil.copytree(ROOT / name, place / name, ignore=ignored)
     settings = _SETTINGS.format(
-        modules=json.dumps([f"src/kvferry/{module}"]),
+        modules=json.dumps([f"src/{module}"]),
         copied=json.dumps([*_COPIED, "pyproject.toml"]),
         tests=json.dumps(MODULES[module]),
     )
@@ -270,7 +270,7 @@ def _survivors(source: str, outcomes: dict[str, str]) -> Iterator[Survivor]:
 
 def _exceptions() -> frozenset[str]:
     """Return names of exception classes: Python's and those of kvferry.errors."""
-    errors = ast.parse((PACKAGE / "errors.py").read_text(encoding="utf-8"))
+    errors = ast.parse((SERVICES / "kvferry" / "errors.py").read_text(encoding="utf-8"))
     names = {
         name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
     }

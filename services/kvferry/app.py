@@ -1,7 +1,7 @@
 """The Ray Serve application of a configuration. The only importer of ray.
 
 Serve places replicas, restarts, health-checks and scales them; tokens and pages never pass it. Each node with workers
-and volumes also gets a keeper: a detached actor that the node's first worker makes and Ray restarts (keeper/actor.py).
+and volumes also gets a keeper (kvferry_keeper/actor.py): a detached actor that its first worker makes and Ray restarts.
 The same application results from `serve deploy` and KubeRay's RayService (import_path kvferry.app:application), from
 `ray job submit -- python -m kvferry.app deploy`, and from `python -m kvferry.app deploy --ray-address HOST:PORT`.
 """
@@ -38,11 +38,10 @@ from kvferry.engine.vllm.rendering.text_model import use_cpu_platform
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.hub_model.marker import why_not_whole
-from kvferry.keeper.actor import KeeperActor
 from kvferry.keeper.unix_socket import socket_path
 from kvferry.membership.base import MemberKind, Membership
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.util import collector
+from kvferry.util import collector, satellites
 from kvferry.util.addresses import NODE_ADDRESS_VARIABLE
 from kvferry.util.deployment_causes import CAUSE_MARK, GIVEN_UP, cause_of, causes_of
 from kvferry.worker.lifecycle import WorkerHost, build_engine
@@ -177,7 +176,7 @@ async def ensure_keeper(values: dict[str, Any]) -> None:
         async with asyncio.timeout(KEEPER_START_S):
             while True:
                 keeper = (
-                    ray.remote(KeeperActor)
+                    ray.remote(satellites.keeper().KeeperActor)
                     .options(
                         name=f"keeper-{node_id}",
                         namespace=KEEPER_NAMESPACE,
@@ -422,6 +421,8 @@ def delete(ray_address: str) -> None:
 def _deployable(config: ClusterConfig) -> ClusterConfig:
     if not config.membership.endpoints:
         raise ConfigError("membership.endpoints: etcd's addresses are needed to deploy, such as [etcd:2379]")
+    if config.tier.volumes:
+        satellites.keeper()  # before a replica needs it
     return config
 
 

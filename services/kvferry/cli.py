@@ -6,28 +6,22 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
 import kvferry
 from kvferry import config as configuration
 from kvferry import tenant_commands
 from kvferry.config import ROLES, ClusterConfig
-from kvferry.errors import ConfigError, KvferryError, TierError
+from kvferry.errors import ConfigError, KvferryError
 from kvferry.util import plain_yaml
 from kvferry.util.addresses import join_host_port
-
-if TYPE_CHECKING:
-    from kvferry.store.folder import FoundChunk
-    from kvferry.store.fsck import Report
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +30,7 @@ _INTERRUPTED_EXIT_CODE = 130
 
 
 # Commands of other distributions, which register them as entry points of the group `kvferry.commands`.
-_DISTRIBUTIONS = {"plan": "kvferry-plan", "quality": "kvferry-plan"}
+_DISTRIBUTIONS = {"plan": "kvferry-plan", "quality": "kvferry-plan", "tier": "kvferry-keeper"}
 
 
 class _Commands(click.Group):
@@ -75,7 +69,7 @@ def main() -> None:
     """Serve large language models, prefill and decode apart."""
 
 
-def _reported(command: Callable[P, R]) -> Callable[P, R]:
+def reported(command: Callable[P, R]) -> Callable[P, R]:
     """Print a KvferryError as one message on stderr, never as a traceback."""
 
     @functools.wraps(command)
@@ -145,7 +139,7 @@ def _configured(command: Callable[..., R]) -> Callable[..., R]:
 @main.command()
 @click.option("--ask/--no-ask", default=True, help="Send one request when ready and show where it went.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), help="Seconds until ready.")
-@_reported
+@reported
 @_configured
 def up(config: ClusterConfig, ask: bool, timeout_s: float | None) -> None:
     """Start a cluster on this machine and leave it running."""
@@ -180,7 +174,7 @@ def _print_warnings(warnings: Sequence[str]) -> None:
 @main.command()
 @click.option("--name", help="Which cluster; by default the configured one.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-@_reported
+@reported
 def status(name: str | None, as_json: bool) -> None:
     """Show members, roles and load."""
     from kvferry.local.run_folder import named_folder
@@ -197,7 +191,7 @@ def status(name: str | None, as_json: bool) -> None:
     if seen.fault:
         click.echo(f"members unknown: {seen.fault}")
         return
-    table = _plain_table(
+    table = plain_table(
         ("role", "member", "address", "pid", "up"), ("running", "waiting", "pages", "generated", "ferried")
     )
     for member in seen.members:
@@ -209,7 +203,7 @@ def status(name: str | None, as_json: bool) -> None:
                 str(load.num_waiting),
                 f"{load.num_pages_used}/{load.num_pages}",
                 str(load.num_generated_tokens),
-                _bytes(load.ferried_bytes),
+                format_bytes(load.ferried_bytes),
             )
         elif member.fault:
             numbers = (f"? {member.fault}", "", "", "", "")
@@ -217,7 +211,7 @@ def status(name: str | None, as_json: bool) -> None:
         role = f"{member.kind} of {kind} {member.pool}" if member.pool else member.kind
         facts = (role, member.member_id, member.address, str(member.pid), _duration(member.uptime_s))
         table.add_row(*map(escape, (*facts, *numbers)))
-    _print_wide(table)
+    print_wide(table)
     _print_warnings(seen.warnings)
 
 
@@ -225,7 +219,7 @@ def status(name: str | None, as_json: bool) -> None:
 @click.argument("request_id")
 @click.option("--name", help="Which cluster; by default the configured one.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-@_reported
+@reported
 def explain(request_id: str, name: str | None, as_json: bool) -> None:
     """Show why a request went where it went, with prices in milliseconds.
 
@@ -246,7 +240,7 @@ def explain(request_id: str, name: str | None, as_json: bool) -> None:
 
 @main.command()
 @click.option("--name", help="Which cluster; by default the configured one.")
-@_reported
+@reported
 def down(name: str | None) -> None:
     """End the cluster on this machine and remove all it left, in whatever state it is."""
     from kvferry.local import cluster
@@ -264,7 +258,7 @@ def down(name: str | None) -> None:
 @main.command(name="config")
 @click.option("--vllm", "role", type=click.Choice(ROLES), help="Print this role's vLLM command line instead.")
 @click.option("--entry", default="", help="With --vllm: the name of an entry of `models`.")
-@_reported
+@reported
 @_configured
 def show_config(config: ClusterConfig, role: str | None, entry: str) -> None:
     """Print the effective configuration as YAML."""
@@ -301,7 +295,7 @@ def model() -> None:
 
 @model.command(name="manifest")
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@_reported
+@reported
 def write_manifest(folder: Path) -> None:
     """Write digests of a model's weights beside them, so that no machine has to read them all before it serves.
 
@@ -323,7 +317,7 @@ def key() -> None:
 @click.option("--file", "into", type=click.Path(path_type=Path), help="Where to add it; by default gateway.keys_file.")
 @click.option("--operator", is_flag=True, help="Also lets it read metrics of all tenants and the list of targets.")
 @click.option("--metrics", is_flag=True, help="Lets it read metrics and the list of targets, and nothing else.")
-@_reported
+@reported
 def new_key(tenant: str, name: str, into: Path | None, operator: bool, metrics: bool) -> None:
     """Print a new key, once, and add its hash to a file of keys.
 
@@ -340,203 +334,7 @@ def new_key(tenant: str, name: str, into: Path | None, operator: bool, metrics: 
 main.add_command(tenant_commands.tenant)
 
 
-@main.group()
-def tier() -> None:
-    """Look at volumes: folders of chunks of KV pages."""
-
-
-def _volume(command: Callable[..., R]) -> Callable[..., R]:
-    """Make a command on a volume's folder. Its failure has exit code 2, because fsck's 1 means that it found faults."""
-
-    @click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
-    @click.option("--json", "as_json", is_flag=True, help="For programs.")
-    @functools.wraps(command)
-    def wrapper(*args: Any, **kwargs: Any) -> R:
-        try:
-            return command(*args, **kwargs)
-        except TierError as error:
-            raise ConfigError(error.message) from error
-
-    return wrapper
-
-
-@tier.command()
-@click.option("--mend", is_flag=True, help="Move bad files to quarantine. No keeper may serve the volume.")
-@click.option(
-    "--keys", type=click.Path(path_type=Path), help="File of secrets: without it sealed payloads are not checked."
-)
-@_reported
-@_volume
-def fsck(path: Path, as_json: bool, mend: bool, keys: Path | None) -> None:
-    """Read and verify every chunk of the volume at PATH.
-
-    Exit codes: 0 all chunks are whole, 1 some are not (moved or not), 2 it could not be checked.
-    """
-    from kvferry.store import fsck as checking
-    from kvferry.store.keyring import load_keyring
-
-    keyring = None if keys is None else load_keyring(keys)
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
-        task = bar.add_task("chunks", total=checking.count_files(path))
-        report = checking.verify_volume(path, keyring=keyring, mend=mend, advance=lambda: bar.advance(task))
-    if as_json:
-        click.echo(json.dumps(report.as_json(), indent=2))
-    else:
-        _print_report(report)
-    if report.faults:
-        sys.exit(1)
-
-
-@tier.command()
-@click.option("--limit", type=click.IntRange(min=0), default=40, show_default=True, help="0: all of them.")
-@_reported
-@_volume
-def ls(path: Path, as_json: bool, limit: int) -> None:
-    """List the chunks of the volume at PATH, newest first. With --json one object per line."""
-    from kvferry.store import fsck as checking
-
-    found = sorted(checking.list_chunks(path), key=lambda chunk: -chunk.modified_s)
-    shown = found[: limit or None]
-    if as_json:
-        for one in shown:
-            click.echo(json.dumps(_listed(one)))
-        return
-    table = _plain_table(("tenant.epoch", "key", "route key", "layout", "writer", "written"), ("bytes",))
-    for one in shown:
-        facts = _listed(one)
-        written = datetime.fromtimestamp(one.modified_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
-        key, layout = f"{facts['key'][:8]}…{facts['key'][-16:]}", facts["layout"][:12]
-        names = (str(one.chunk.namespace), key, facts["route_key"], layout, one.writer)
-        table.add_row(*map(escape, names), written, _bytes(one.num_bytes))
-    _print_wide(table)
-    if len(shown) < len(found):
-        click.echo(f"and {len(found) - len(shown)} more; --limit 0 lists all")
-
-
-@tier.command()
-@_reported
-@_volume
-def du(path: Path, as_json: bool) -> None:
-    """Add up what takes room in the volume at PATH."""
-    from kvferry.store import fsck as checking
-
-    uses, layouts, quarantined_bytes = checking.disk_usage(path)
-    if as_json:
-        rows = [
-            {
-                "writer": use.writer,
-                "layout": use.layout.hex(),
-                "tenant": use.namespace.tenant,
-                "epoch": use.namespace.epoch,
-                "pages": use.num_chunks,
-                "bytes": use.num_bytes,
-            }
-            for use in uses
-        ]
-        named = {digest.hex(): json.loads(layout.to_json()) for digest, layout in layouts.items()}
-        click.echo(json.dumps({"uses": rows, "layouts": named, "quarantined_bytes": quarantined_bytes}, indent=2))
-        return
-    table = _plain_table(("tenant.epoch", "model", "dtype", "layout", "writer"), ("chunks", "bytes"))
-    for use in uses:
-        layout = layouts.get(use.layout)
-        model, dtype = (layout.model, layout.kv_cache_dtype) if layout is not None else ("?", "?")
-        names = (str(use.namespace), model, dtype, use.layout.hex()[:12], use.writer)
-        table.add_row(*map(escape, names), str(use.num_chunks), _bytes(use.num_bytes))
-    table.add_section()
-    total = (sum(use.num_chunks for use in uses), sum(use.num_bytes for use in uses))
-    table.add_row("all", "", "", "", "", str(total[0]), _bytes(total[1]))
-    if quarantined_bytes:
-        table.add_row("in quarantine", "", "", "", "", "", _bytes(quarantined_bytes))
-    _print_wide(table)
-
-
-@tier.command(name="keys")
-@click.option("--keys", type=click.Path(path_type=Path), help="The key file (tier.encryption_keys_file).")
-@_reported
-@_volume
-def show_keys(path: Path, as_json: bool, keys: Path | None) -> None:
-    """Show what each sealing key has sealed in the volume at PATH. With --keys, which secret it is of."""
-    from kvferry.store import fsck as checking
-    from kvferry.store.keyring import load_keyring
-    from kvferry.store.seal_counts import MAX_SEALS
-
-    usages = checking.key_usage(path, None if keys is None else load_keyring(keys))
-    if as_json:
-        rows = [
-            {
-                "fingerprint": usage.fingerprint or None,
-                "tenants": [str(namespace) for namespace in usage.namespaces],
-                "pages": usage.num_chunks,
-                "bytes": usage.num_bytes,
-                "sealed": usage.num_sealed,
-                "budget": MAX_SEALS,
-                "secret": usage.secret,
-            }
-            for usage in usages
-        ]
-        click.echo(json.dumps({"keys": rows}, indent=2))
-        return
-    table = _plain_table(("fingerprint", "tenant.epoch", "secret"), ("chunks", "bytes", "sealed ever", "of budget"))
-    for usage in usages:
-        secret = "" if keys is None or not usage.fingerprint else str(usage.secret or "unknown")
-        names = ", ".join(map(str, usage.namespaces[:3])) + (", …" if len(usage.namespaces) > 3 else "")
-        table.add_row(
-            *map(escape, (usage.fingerprint or "not sealed", names, secret)),
-            str(usage.num_chunks),
-            _bytes(usage.num_bytes),
-            str(usage.num_sealed) if usage.fingerprint else "",
-            f"{usage.num_sealed / MAX_SEALS:.1%}" if usage.fingerprint else "",
-        )
-    _print_wide(table)
-
-
-@tier.command()
-@click.option("--tenant", required=True, help="Whose chunks.")
-@click.option("--epoch", type=click.IntRange(min=0), help="Of one epoch; by default of all.")
-@_reported
-@_volume
-def purge(path: Path, as_json: bool, tenant: str, epoch: int | None) -> None:
-    """Remove a tenant's chunks from the volume at PATH, from quarantine too.
-
-    Keepers may serve the volume meanwhile. Stop the tenant's requests before: engines write their pages again.
-    """
-    from kvferry.store import fsck as checking
-
-    num_chunks = checking.purge(path, tenant, epoch)
-    told = f"removed {num_chunks} chunks of {tenant}" if num_chunks else f"no chunks of {tenant} are in {path}"
-    click.echo(json.dumps({"removed": num_chunks}) if as_json else told)
-
-
-def _listed(found: FoundChunk) -> dict[str, Any]:
-    return {
-        "key": found.chunk.key.hex(),
-        "route_key": f"{found.chunk.route_key:016x}",
-        "tenant": found.chunk.namespace.tenant,
-        "epoch": found.chunk.namespace.epoch,
-        "layout": found.layout.hex(),
-        "writer": found.writer,
-        "bytes": found.num_bytes,
-        "modified_s": found.modified_s,
-        "path": found.path,
-    }
-
-
-def _print_report(report: Report) -> None:
-    if report.faults:
-        table = _plain_table(("cause", "file", "moved to"), ("bytes",))
-        for fault in report.faults:
-            table.add_row(*map(escape, (fault.cause, fault.path, fault.mended_to or "")), _bytes(fault.num_bytes))
-        _print_wide(table, width=400)
-        click.echo()
-    said = f"{report.num_chunks} chunks, {_bytes(report.num_bytes)}: "
-    said += ", ".join(f"{count} {cause}" for cause, count in report.by_cause.items()) or "all whole"
-    if report.num_unchecked:
-        said += f"; {report.num_unchecked} sealed ones by their headers only (--keys)"
-    click.echo(said)
-
-
-def _plain_table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
+def plain_table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in texts:
         table.add_column(heading, no_wrap=True)
@@ -545,7 +343,7 @@ def _plain_table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
     return table
 
 
-def _print_wide(table: Table, width: int = 200) -> None:
+def print_wide(table: Table, width: int = 200) -> None:
     # Into a file or a pipe the whole table goes, whatever width a terminal would have.
     console = Console()
     (console if console.is_terminal else Console(width=width)).print(table)
@@ -569,7 +367,7 @@ def _print_first_answer(console: Console, answer: Any) -> None:
     line("decoded", answer.decode_worker)
     if answer.was_transferred:
         pages = "1 KV page" if answer.transferred_pages == 1 else f"{answer.transferred_pages} KV pages"
-        line("ferried", f"{pages}, {_bytes(answer.transferred_bytes)}")
+        line("ferried", f"{pages}, {format_bytes(answer.transferred_bytes)}")
     else:
         line("ferried", "NOTHING: the decode worker computed the prompt itself; the logs of the prefill worker say why")
 
@@ -622,7 +420,7 @@ def _print_explanation(console: Console, request: dict[str, Any]) -> None:
         console.print("[dim]milliseconds; held in tokens[/]")
 
 
-def _bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     if count < 1024:
         return f"{count} B"
     value = float(count)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.engine.base import KvEvent, PagesRemoved, PagesStored
-from kvferry.keeper.engine_client.client import JobDone, KeeperClient, Region
+from kvferry.keeper.client import JobDone, KeeperClient, Region
+from kvferry.keeper.layout import ALIGNMENT, CHUNK_KEY_BYTES, ChunkKey, ChunkLayout
 from kvferry.observability.tracing import TraceContext
 from kvferry.residency.index import Tier
-from kvferry.store.layout import ALIGNMENT, CHUNK_KEY_BYTES, ChunkKey, ChunkLayout
 from kvferry.tenancy.namespace import Namespace
 from kvferry_sim.block_pool import PageHash
 

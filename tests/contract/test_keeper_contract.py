@@ -25,15 +25,15 @@ import pytest
 from kvferry.config import TierConfig
 from kvferry.errors import TierError
 from kvferry.keeper import messages
-from kvferry.keeper.engine_client.client import AWAY
-from kvferry.keeper.keeper import Keeper
-from kvferry.keeper.volumes import volume_io
-from kvferry.keeper.volumes.breaker import BreakerState, Cause
-from kvferry.store.direct_io import Fault, Operation
-from kvferry.store.layout import ChunkId
-from kvferry.store.outcome import Outcome
-from kvferry.store.volume import Volume
+from kvferry.keeper.client import AWAY
+from kvferry.keeper.layout import ChunkId
 from kvferry.tenancy.namespace import Namespace
+from kvferry_keeper.keeper import Keeper
+from kvferry_keeper.store.direct_io import Fault, Operation
+from kvferry_keeper.store.outcome import Outcome
+from kvferry_keeper.store.volume import Volume
+from kvferry_keeper.volumes import volume_io
+from kvferry_keeper.volumes.breaker import BreakerState, Cause
 from support.tier_keeper import Engine, KeeperProcess, SwitchableIo, engine, keeping, tier_config
 from support.tier_rows import Rows, key_of, layout_of, rows_of
 from support.waiting import PATIENCE_S, SOON_S, until
@@ -182,7 +182,7 @@ async def test_a_keeper_that_is_stopped_hides_its_chunks_and_owns_its_rows(
     tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "SILENCE_S", 1.5)
-    monkeypatch.setattr("kvferry.keeper.engine_client.client_thread._TICK_S", 0.1)
+    monkeypatch.setattr("kvferry.keeper.client_thread._TICK_S", 0.1)
     keeper = KeeperProcess(tmp_path)
     keeper.start()
     try:

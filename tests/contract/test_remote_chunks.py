@@ -21,18 +21,18 @@ import pytest
 
 from bench.etcd_server import Authority
 from kvferry.config import TlsConfig
-from kvferry.keeper.lifecycle import KeeperHost
-from kvferry.keeper.volumes.breaker import Cause
 from kvferry.residency.codec import residency_from_wire
 from kvferry.residency.feed import ResidencyFollower, SnapshotPart
 from kvferry.residency.index import ResidencyIndex
-from kvferry.store import chunk_file
-from kvferry.store.direct_io import Fault, Operation
-from kvferry.store.keyring import load_keyring
-from kvferry.store.outcome import Outcome
 from kvferry.tenancy.namespace import Namespace
 from kvferry.wire.v1 import keeper_pb2 as pb
 from kvferry.wire.v1 import keeper_pb2_grpc, worker_pb2
+from kvferry_keeper.lifecycle import KeeperHost
+from kvferry_keeper.store import chunk_file
+from kvferry_keeper.store.direct_io import Fault, Operation
+from kvferry_keeper.store.keyring import load_keyring
+from kvferry_keeper.store.outcome import Outcome
+from kvferry_keeper.volumes.breaker import Cause
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_keeper import Engine, SwitchableIo, engine
 from support.tier_node import FolderMembership, NodeProcess, hosting, node_config

@@ -38,10 +38,10 @@ from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import EngineDead
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Tier
-from kvferry.store.chunk_file import chunk_file_bytes
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.terms import EngineTerms, TierTerms
 from kvferry.worker.page_mirror import PageMirror
+from kvferry_keeper.store.chunk_file import chunk_file_bytes
 from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
 from support.waiting import PATIENCE_S, until

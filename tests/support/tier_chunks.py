@@ -6,10 +6,10 @@ import dataclasses
 import random
 from pathlib import Path
 
-from kvferry.store.chunk_file import chunk_file_bytes
-from kvferry.store.direct_io import aligned_buffer
-from kvferry.store.layout import ChunkId, ChunkKey, ChunkLayout, LayoutDigest
+from kvferry.keeper.layout import ChunkId, ChunkKey, ChunkLayout, LayoutDigest
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
+from kvferry_keeper.store.chunk_file import chunk_file_bytes
+from kvferry_keeper.store.direct_io import aligned_buffer
 
 LAYOUT = ChunkLayout(
     model="smollm2",

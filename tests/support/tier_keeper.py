@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.config import TierConfig
-from kvferry.keeper.engine_client.client import JobDone, KeeperClient
-from kvferry.keeper.keeper import Keeper
+from kvferry.keeper.client import JobDone, KeeperClient
+from kvferry.keeper.layout import ChunkLayout
 from kvferry.keeper.unix_socket import socket_path
-from kvferry.store.direct_io import DirectIo, Fault, FaultyIo, Operation
-from kvferry.store.layout import ChunkLayout
-from kvferry.store.volume import Volume
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
+from kvferry_keeper.keeper import Keeper
+from kvferry_keeper.store.direct_io import DirectIo, Fault, FaultyIo, Operation
+from kvferry_keeper.store.volume import Volume
 from support.child_imports import import_environment
 from support.tier_rows import Rows, content_of, key_of, route_key_of
 from support.waiting import until

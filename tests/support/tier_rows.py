@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvferry.keeper.engine_client.client import Region
-from kvferry.store.layout import ChunkKey, ChunkLayout
+from kvferry.keeper.client import Region
+from kvferry.keeper.layout import ChunkKey, ChunkLayout
 
 
 def layout_of(payload_bytes: int = 8192, **fields: object) -> ChunkLayout:

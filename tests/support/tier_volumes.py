@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvferry.store.volume import Volume
+from kvferry_keeper.store.volume import Volume
 from support.tier_chunks import CHUNK_BYTES
 
 Opened = Callable[..., Volume]

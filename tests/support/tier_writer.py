@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from kvferry.store.volume import Outcome, Volume
+from kvferry_keeper.store.volume import Outcome, Volume
 from support.tier_chunks import CHUNK_BYTES, LAYOUT, chunk, empty, payload, truth
 
 NUM_CHUNKS = 24

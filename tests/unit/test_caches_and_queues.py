@@ -9,9 +9,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "services" / "kvferry"
+KEEPER = ROOT / "services" / "kvferry_keeper"  # named from `services`
 PAGE = ROOT / "docs" / "contributor" / "caches-and-queues.md"
 FOLDERS = (
-    *("arguments", "engine", "gateway", "keeper", "link", "observability", "pages", "router", "store", "tenancy"),
+    *("arguments", "engine", "gateway", "keeper", "link", "observability", "pages", "router", "tenancy"),
     *("util", "worker"),
 )
 KINDS = {
@@ -57,7 +58,9 @@ def _found_in(file: Path) -> Iterator[str]:
 
 def _found() -> set[str]:
     files = [*PACKAGE.glob("*.py"), *(file for folder in FOLDERS for file in (PACKAGE / folder).rglob("*.py"))]
-    return {f"{file.relative_to(PACKAGE)}:{name}" for file in files for name in _found_in(file)}
+    named = {file: file.relative_to(PACKAGE) for file in files}
+    named |= {file: file.relative_to(KEEPER.parent) for file in KEEPER.rglob("*.py")}
+    return {f"{path}:{name}" for file, path in named.items() for name in _found_in(file)}
 
 
 def _rows() -> list[list[str]]:

@@ -14,7 +14,7 @@ import pytest
 from kvferry.config import MAX_POOLS, ClusterConfig, TierConfig, entry_of, is_of_entry, load, parse
 from kvferry.config.section import KEY_TO_CONSTANT
 from kvferry.errors import ConfigError
-from kvferry.util import simulator
+from kvferry.util import satellites
 
 
 def fault(**sections: object) -> str:
@@ -614,11 +614,11 @@ def test_a_limit_that_nobody_decides_is_no_key(key: str) -> None:
 @pytest.mark.parametrize(("key", "constant"), KEY_TO_CONSTANT.items())
 def test_a_setting_that_became_a_constant_names_it(key: str, constant: str) -> None:
     module, _, name = constant.rpartition(".")
-    assert hasattr(importlib.import_module(f"kvferry.{module}"), name)
+    assert hasattr(importlib.import_module(module), name)
     values: Any = 1
     for part in reversed(key.split(".")):
         values = {part: values}
-    assert fault(**values) == f"{key}: no longer a setting (value 1): the limit is kvferry.{constant}"
+    assert fault(**values) == f"{key}: no longer a setting (value 1): the limit is {constant}"
 
 
 def test_shares_of_100_per_cent_are_taken_whatever_their_sum_is_in_binary() -> None:
@@ -826,10 +826,12 @@ def test_settings_of_simulated_engines_are_checked_by_their_package(values: dict
 
 
 def test_a_simulated_engine_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator, "entry_points", lambda **_: ())
-    simulator.load.cache_clear()
+    monkeypatch.setattr(satellites, "entry_points", lambda **_: ())
+    satellites._load.cache_clear()
     try:
         with pytest.raises(ConfigError, match="kvferry-sim, which is not installed"):
             parse({"model": {"path": "m"}, "engine": {"kind": "sim"}})
+        with pytest.raises(ConfigError, match=r"^tier\.volumes: .*: pip install kvferry-keeper$"):
+            satellites.keeper()
     finally:
-        simulator.load.cache_clear()
+        satellites._load.cache_clear()

@@ -18,14 +18,14 @@ from kvferry.config import ClusterConfig, TierConfig, VolumeConfig
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 VALUES = ROOT / "deploy" / "helm" / "kvferry" / "values.yaml"
-SERVICES = ROOT / "services" / "kvferry"
+SERVICES = ROOT / "services"
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "minutes": 60, "%": 0.01, "us": 1e-6, "ms": 1e-3}
 # Words of small numbers, where a page writes them out.
 WORDS = {2: "two", 3: "three", 4: "four", 5: "five", 8: "eight"}
 
-# By page: a phrase, with a place for each figure, and where each figure comes from: `module:CONSTANT` of kvferry,
-# `config:KEY` and `chart:KEY` for defaults, `pin:PACKAGE` for a pinned version; `/UNIT` where the page has another unit
-# than the code, `/words` for a number in words.
+# By page: a phrase, with a place for each figure, and where each figure comes from: `module:CONSTANT` of kvferry, or
+# with the package; `config:KEY` and `chart:KEY` for defaults, `pin:PACKAGE` for a pinned version; `/UNIT` where
+# the page has another unit than the code, `/words` for a number in words.
 FIGURES: dict[str, list[tuple[str, ...]]] = {
     "user/clients.md": [
         ("OpenAI API over HTTP (`gateway.http_port`, {:d})", "config:gateway.http_port"),
@@ -168,8 +168,8 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
         ("at most every {} s when a token names", "gateway.identity.jwt_tokens:MIN_REFRESH_S"),
         ("is written {} times a minute", "util.log_limit:MAX_PER_WINDOW"),
         ("handshakes count as connections and end after {} s", "gateway.http.tls_handshake:HANDSHAKE_TIMEOUT_S"),
-        ("A tenant may have {} secrets", "store.keyring:MAX_SECRETS"),
-        ("secrets of {} bytes or more", "store.keyring:_MIN_SECRET_BYTES"),
+        ("A tenant may have {} secrets", "kvferry_keeper.store.keyring:MAX_SECRETS"),
+        ("secrets of {} bytes or more", "kvferry_keeper.store.keyring:_MIN_SECRET_BYTES"),
     ],
     "operator/tenants.md": [
         ("There may be {} tenants", "tenancy.records:MAX_TENANTS"),
@@ -194,10 +194,10 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
         ("wait, and say so every {} s", "hub_model.fill:REPORT_S"),
         ("# a line every {} s", "hub_model.fill:PROGRESS_S"),
     ],
-    "operator/volumes.md": [("It also refuses for {} minutes", "store.folder:ALIVE_FOR_S/minutes")],
+    "operator/volumes.md": [("It also refuses for {} minutes", "kvferry_keeper.store.folder:ALIVE_FOR_S/minutes")],
     "operator/tier-settings.md": [
         ("| `cpu_gib` | GiB | {} |", "config:tier.cpu_gib"),
-        ("Each volume has {} threads", "keeper.volumes.volume_io:NUM_IO_THREADS"),
+        ("Each volume has {} threads", "kvferry_keeper.volumes.volume_io:NUM_IO_THREADS"),
         ("at most {} tokens; simulated engine", "engine.vllm.plugins.tier.tier_connector:_MAX_CHUNK_TOKENS"),
     ],
     "operator/metrics.md": [("the first of {}\neach that are tried", "observability.metrics_listener:NUM_PORTS")],
@@ -243,8 +243,8 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
     "contributor/architecture/tiers.md": [
         ("a page has less than {} MiB", "engine.vllm.plugins.tier.tier_connector:_MIN_CHUNK_BYTES/MiB"),
         ("at most {} tokens). With volumes", "engine.vllm.plugins.tier.tier_connector:_MAX_CHUNK_TOKENS"),
-        ("has not touched its lock for {} minutes", "store.folder:ALIVE_FOR_S/minutes"),
-        ("other writers {} s after its last look ended", "keeper.volumes.volume_io:_RESCAN_PERIOD_S"),
+        ("has not touched its lock for {} minutes", "kvferry_keeper.store.folder:ALIVE_FOR_S/minutes"),
+        ("other writers {} s after its last look ended", "kvferry_keeper.volumes.volume_io:_RESCAN_PERIOD_S"),
     ],
     "contributor/architecture/kv-transfer.md": [
         (
@@ -277,7 +277,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
         ("knows those of the {} tenants", "tenancy.terms:MAX_KNOWN"),
         ("the first {} tenants whose terms", "tenancy.pages.usage_report:MAX_COUNTED"),
         ("too many to count ({})", "tenancy.pages.page:MAX_COUNTED_REUSES"),
-        ("remembers the uses of {}\nevicted ones", "store.index.eviction:GHOSTS_PER_CHUNK/words"),
+        ("remembers the uses of {}\nevicted ones", "kvferry_keeper.store.index.eviction:GHOSTS_PER_CHUNK/words"),
     ],
     "contributor/caches-and-queues.md": [
         ("salt and digest; {} MiB |", "gateway.lifecycle:IMAGE_CACHE_BYTES/MiB"),
@@ -285,7 +285,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
         ("tenant, prompt and sampling; {}, 5 minutes", "link.request_quarantine:MAX_QUARANTINED"),
         ("a number of the worker's; {} |", "worker.quarantine_relay:MAX_ASKED"),
         ("names in {} verified certificates", "gateway.tls:_NUM_NAMES"),
-        ("{} keys of namespaces", "store.keyring:_MAX_DERIVED"),
+        ("{} keys of namespaces", "kvferry_keeper.store.keyring:_MAX_DERIVED"),
         ("its tenant and operators may read; {} |", "router.dispatch:NUM_RECENT"),
         ("usage records that wait for the drive | {} |", "gateway.usage.usage_log:MAX_WAITING"),
         ("gateway; {} MiB, then its requests end", "link.outgoing_queue:MAX_PENDING_BYTES/MiB"),
@@ -359,7 +359,8 @@ def value_of(source: str) -> Any:
         for part in key.split("."):
             value = getattr(value, part)
     else:
-        value = constant_of(SERVICES / f"{place.replace('.', '/')}.py", key)
+        package = SERVICES if place.startswith("kvferry_") else SERVICES / "kvferry"
+        value = constant_of(package / f"{place.replace('.', '/')}.py", key)
     if unit == "words":
         return WORDS[value]
     if unit:

@@ -11,8 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.engine.base import CachedTokens, FinishReason, PromptSources
 from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
-from kvferry.keeper.volumes.breaker import BreakerState, Cause
-from kvferry.keeper.volumes.volume_state import VolumeState
+from kvferry.keeper.volume_state import VolumeState
 from kvferry.observability import telemetry
 from kvferry.observability.exposition import Exposition, Reading
 from kvferry.observability.telemetry import (
@@ -27,7 +26,8 @@ from kvferry.observability.telemetry import (
     Metric,
 )
 from kvferry.router.placement import Reason
-from kvferry.store.outcome import Outcome
+from kvferry_keeper.store.outcome import Outcome
+from kvferry_keeper.volumes.breaker import BreakerState, Cause
 from support.chart import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -144,7 +144,7 @@ async def test_a_parent_that_is_none_begins_a_trace(traceparent: str) -> None:
 def test_without_an_endpoint_nothing_of_opentelemetry_is_loaded() -> None:
     assert start_tracing(TracingConfig(), service="gateway", instance="g") is None
     program = (
-        "import sys, kvferry.gateway.lifecycle, kvferry.worker.lifecycle, kvferry.keeper.lifecycle; "
+        "import sys, kvferry.gateway.lifecycle, kvferry.worker.lifecycle, kvferry_keeper.lifecycle; "
         "print(sorted(name for name in sys.modules if name.startswith('opentelemetry')))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ from kvferry.config.engine import EngineConfig, check_arguments, check_removed
 from kvferry.config.section import explain, key_of
 from kvferry.config.workers import DEFAULT_POOL, MAX_POOLS, ROLES
 from kvferry.errors import ConfigError
-from kvferry.util import simulator
+from kvferry.util import satellites
 
 Rule = Callable[[ClusterConfig], Iterator[str]]
 ModelRule = Callable[[ClusterConfig, Keys], Iterator[str]]
@@ -206,7 +206,7 @@ def longest_prompt_fits(config: ClusterConfig, keys: Keys) -> Iterator[str]:
     max_model_len = config.model.max_model_len or config.model.hf_overrides.context
     if config.engine.kind == "sim":
         try:
-            max_model_len = simulator.load().max_model_len(config.sim)
+            max_model_len = satellites.simulator().max_model_len(config.sim)
         except ValueError as error:
             yield str(error)
     if config.gateway.max_prompt_tokens < max_model_len:

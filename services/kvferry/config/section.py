@@ -92,11 +92,11 @@ def key_of(path: Sequence[str | int]) -> str:
     return "".join(parts).removeprefix(".")
 
 
-# Limits that were settings, and the constants of kvferry that stand in their places.
+# Limits that were settings, and the constants that stand in their places.
 KEY_TO_CONSTANT = {
-    "gateway.max_connections": "gateway.http.connection_limits.MAX_CONNECTIONS",
-    "gateway.images.cache_mib": "gateway.lifecycle.IMAGE_CACHE_BYTES",
-    "tier.io_threads": "keeper.volumes.volume_io.NUM_IO_THREADS",
+    "gateway.max_connections": "kvferry.gateway.http.connection_limits.MAX_CONNECTIONS",
+    "gateway.images.cache_mib": "kvferry.gateway.lifecycle.IMAGE_CACHE_BYTES",
+    "tier.io_threads": "kvferry_keeper.volumes.volume_io.NUM_IO_THREADS",
 }
 
 
@@ -105,7 +105,7 @@ def explain(fault: ErrorDetails, key: str, root: type[BaseModel]) -> str:
     path, value = fault["loc"], fault["input"]
     match fault["type"]:
         case "extra_forbidden" if key in KEY_TO_CONSTANT:
-            return f"{key}: no longer a setting (value {value!r}): the limit is kvferry.{KEY_TO_CONSTANT[key]}"
+            return f"{key}: no longer a setting (value {value!r}): the limit is {KEY_TO_CONSTANT[key]}"
         case "extra_forbidden":
             allowed = _keys_beside(path, root)
             close = difflib.get_close_matches(str(path[-1]), allowed, n=1)

@@ -57,7 +57,7 @@ from kvferry.router.prices.pricing import VolumeCosts
 from kvferry.router.residency_subscriber import ResidencySubscriber
 from kvferry.router.usage import UsageExchange
 from kvferry.router.worker_pool import WorkerPool
-from kvferry.util import collector, simulator
+from kvferry.util import collector, satellites
 from kvferry.util.addresses import join_host_port, reachable_host
 from kvferry.util.http_server import HttpServer
 from kvferry.util.log_limit import limit_log
@@ -105,7 +105,7 @@ def _policy(config: ClusterConfig, index: ResidencyIndex) -> Policy:
 def build_renderer(config: ClusterConfig, model_folder: str) -> Renderer:
     """Return the renderer of `config.engine.kind`, in seconds: call it off the event loop."""
     if config.engine.kind == "sim":
-        simulated: Renderer = simulator.load().build_renderer(config)
+        simulated: Renderer = satellites.simulator().build_renderer(config)
         return simulated
     model, template = _with_kept_template(_of_engines(config))
     images = _image_chats(config, model_folder, model, template)

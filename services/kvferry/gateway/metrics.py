@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvferry.engine.base import RenderOutcomes
 from kvferry.gateway.usage.tenant_uses import ModelUses, TenantUses
-from kvferry.keeper.volumes.volume_state import VolumeState
+from kvferry.keeper.volume_state import VolumeState
 from kvferry.observability.exposition import Exposition, Reading, SpanCounts, read_spans
 from kvferry.observability.telemetry import (
     BODY_BYTES_IN_FLIGHT,

@@ -1,1 +1,1 @@
-"""The keeper process of a node, its protocol and its client."""
+"""The protocol of keepers (kvferry_keeper), its client in an engine, the layout of chunks."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from kvferry.store.layout import CHUNK_KEY_BYTES, ChunkKey
+from kvferry.keeper.layout import CHUNK_KEY_BYTES, ChunkKey
 from kvferry.tenancy.terms import MAX_WANTED_S
 
 # Increased with every change that an older end reads wrongly; it skips fields that were added at a message's end. Both

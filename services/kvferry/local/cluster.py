@@ -40,8 +40,7 @@ from kvferry.local.progress import NoProgress, Progress
 from kvferry.local.ray_process import Ray, engine_environment, is_of_ray, ray_environment, start_ray
 from kvferry.local.run_folder import ClusterBusy, ClusterRecord, RunFolder, run_folder
 from kvferry.pages.geometry.config_json import from_config
-from kvferry.store.keyring import load_keyring
-from kvferry.util import plain_yaml, shared_memory
+from kvferry.util import plain_yaml, satellites, shared_memory
 from kvferry.util.addresses import free_port, node_address
 
 _POLL_S = 0.5
@@ -407,7 +406,7 @@ def _with_own_places(config: ClusterConfig, progress: Progress) -> ClusterConfig
     config = _changed(config, "membership", **files)
     if (keys := config.tier.encryption_keys_file) is not None:
         keys = keys.expanduser().absolute()
-        load_keyring(keys)  # a keeper would only say in its log why it does not start
+        satellites.keeper().load_keyring(keys)  # a keeper would only say in its log why it does not start
         config = _changed(config, "tier", encryption_keys_file=str(keys))
     return with_model_folders(config, progress)
 

@@ -16,7 +16,7 @@ import grpc
 
 from kvferry.config import TlsConfig
 from kvferry.errors import KvferryError
-from kvferry.keeper.volumes.volume_state import VolumeState
+from kvferry.keeper.volume_state import VolumeState
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership
 from kvferry.membership.follower import MemberFollower
 from kvferry.mutual_tls import channel_to

@@ -25,7 +25,7 @@ from kvferry.observability.metrics_listener import MetricsListener
 from kvferry.observability.tracing import Tracing, start_tracing
 from kvferry.pages.exchange import exchange_digest
 from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER
-from kvferry.util import simulator
+from kvferry.util import satellites
 from kvferry.util.addresses import POD_UID_VARIABLE, join_host_port
 from kvferry.util.shared_memory import record_shared_memory
 from kvferry.worker.engine_floors import EngineFloors
@@ -54,7 +54,7 @@ def build_engine(
     if volume_pool is None:
         keeper_socket = ""
     if engine.kind == "sim":
-        simulated: Engine = simulator.load().build_engine(
+        simulated: Engine = satellites.simulator().build_engine(
             config, engine, model_folder, keeper_socket=keeper_socket, volume_pool=volume_pool or ""
         )
         return simulated

@@ -22,7 +22,7 @@ class TestChunkLayout:
         import torch
 
         from kvferry.engine.vllm.plugins.tier.chunk_layout import layout_fields
-        from kvferry.store.layout import ChunkLayout
+        from kvferry.keeper.layout import ChunkLayout
 
         named = {"model_name": "m", "weights_revision": "r", "blocks_per_chunk": 1}
 

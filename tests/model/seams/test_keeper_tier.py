@@ -156,7 +156,7 @@ class TestKeeperTier:
     def test_what_did_not_load_is_a_miss_for_this_request_from_then_on(self, tier: Any) -> None:
         from vllm.v1.kv_offload.base import LookupResult
 
-        from kvferry.keeper.engine_client.client import JobDone
+        from kvferry.keeper.client import JobDone
 
         context, keys = context_of(Request(list(range(40))), 3)
         another, _ = context_of(Request(list(range(40))), 3)
@@ -171,7 +171,7 @@ class TestKeeperTier:
         assert tier.lookup(keys[1], another) is LookupResult.HIT
 
     def test_a_load_that_brought_nothing_is_a_failure_of_all(self, tier: Any) -> None:
-        from kvferry.keeper.engine_client.client import JobDone
+        from kvferry.keeper.client import JobDone
 
         context, keys = context_of(Request(list(range(40))), 2)
         tier.submit_load(self.job(5, keys, [7, 8], context, load=True))

@@ -11,7 +11,7 @@ from bench import deployments, engine_device, rag
 from bench.engine_device import engine_config, model_config, on_gpu
 from bench.gpu_pages import GpuPages
 from kvferry import config as configuration
-from kvferry.store.direct_io import aligned_buffer
+from kvferry_keeper.store.direct_io import aligned_buffer
 from kvferry_loadtest.cli import load
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.fuzz_nodes import NodesStage
 from bench.fuzzed_chunks import Tally
-from kvferry.store.volume import Outcome, Volume
+from kvferry_keeper.store.volume import Outcome, Volume
 
 
 class Robber(Volume):

@@ -15,8 +15,8 @@ import pytest
 
 from bench.fuzzed_chunks import Tally
 from bench.results import BenchFailed, Results
-from kvferry.store.index.chunk_table import IndexEntry
-from kvferry.store.volume import Outcome, Volume
+from kvferry_keeper.store.index.chunk_table import IndexEntry
+from kvferry_keeper.store.volume import Outcome, Volume
 from support.child_imports import import_environment
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.keeper import actor
-from kvferry.keeper.actor import KeeperActor
+from kvferry_keeper import actor
+from kvferry_keeper.actor import KeeperActor
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_node import node_config
 from support.waiting import SOON_S, until

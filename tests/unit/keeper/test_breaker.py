@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.keeper.volumes.breaker import Breaker, BreakerState, WriteBudget
+from kvferry_keeper.volumes.breaker import Breaker, BreakerState, WriteBudget
 
 
 def test_it_opens_after_failures_in_a_row() -> None:

@@ -11,13 +11,13 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.errors import TierError
-from kvferry.keeper.remote.chunk_lender import MAX_KEYS, ChunkLender
-from kvferry.keeper.volumes.breaker import Cause
-from kvferry.store.chunk_file import HEADER_BYTES
-from kvferry.store.layout import ChunkId, LayoutDigest
-from kvferry.store.outcome import Outcome
+from kvferry.keeper.layout import ChunkId, LayoutDigest
 from kvferry.tenancy.namespace import Namespace
 from kvferry.wire.v1 import keeper_pb2 as pb
+from kvferry_keeper.remote.chunk_lender import MAX_KEYS, ChunkLender
+from kvferry_keeper.store.chunk_file import HEADER_BYTES
+from kvferry_keeper.store.outcome import Outcome
+from kvferry_keeper.volumes.breaker import Cause
 from support.tier_chunks import LAYOUT, chunk
 from support.virtual_time import run
 

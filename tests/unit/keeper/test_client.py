@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.keeper import messages
-from kvferry.keeper.engine_client.client import AWAY, SKIPPED, JobDone, KeeperClient, Region
-from kvferry.keeper.engine_client.client_jobs import ClientJob, ClientJobs
-from kvferry.store.layout import ChunkKey
+from kvferry.keeper.client import AWAY, SKIPPED, JobDone, KeeperClient, Region
+from kvferry.keeper.client_jobs import ClientJob, ClientJobs
+from kvferry.keeper.layout import ChunkKey
 from kvferry.tenancy.namespace import Namespace
 from support.tier_rows import Rows, key_of, layout_of, rows_of
 from support.waiting import wait_until
@@ -99,7 +99,7 @@ def rows() -> Iterator[Rows]:
 @pytest.fixture(autouse=True)
 def short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most keepers here never say Bye."""
-    monkeypatch.setattr("kvferry.keeper.engine_client.client_thread._GOODBYE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvferry.keeper.client_thread._GOODBYE_TIMEOUT_S", 0.05)
 
 
 @contextlib.contextmanager
@@ -348,7 +348,7 @@ def test_a_keeper_that_talks_nonsense_is_left(keeper: Keeper, rows: Rows, nonsen
 
 def test_a_silent_keeper_is_hidden_until_it_speaks(keeper: Keeper, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "SILENCE_S", 0.2)
-    monkeypatch.setattr("kvferry.keeper.engine_client.client_thread._TICK_S", 0.05)
+    monkeypatch.setattr("kvferry.keeper.client_thread._TICK_S", 0.05)
     with client_of(keeper.path, rows) as client:
         connection = keeper.accept()
         connection.welcome([key_of(0)])

@@ -10,18 +10,18 @@ import msgspec
 import pytest
 
 from kvferry.config import ClusterConfig
-from kvferry.keeper import cluster_floors, volume_tenants
-from kvferry.keeper.cluster_floors import ClusterFloors
-from kvferry.keeper.lifecycle import KeeperHost
 from kvferry.membership import floor_reports
 from kvferry.membership.tenant_admin import TenantAdmin
-from kvferry.store.chunk_file import chunk_file_bytes
-from kvferry.store.index.eviction import TenantRetention
-from kvferry.store.volume import Volume
 from kvferry.tenancy.floor_exchange import DROP_S, FloorReport
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.pages.outcome import Cause
 from kvferry.tenancy.records import FLOORS, MAX_RECORD_BYTES
+from kvferry_keeper import cluster_floors, volume_tenants
+from kvferry_keeper.cluster_floors import ClusterFloors
+from kvferry_keeper.lifecycle import KeeperHost
+from kvferry_keeper.store.chunk_file import chunk_file_bytes
+from kvferry_keeper.store.index.eviction import TenantRetention
+from kvferry_keeper.store.volume import Volume
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config

@@ -14,15 +14,15 @@ import pytest
 
 from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, TierError
-from kvferry.keeper.lifecycle import KeeperHost, _OtherKeepers
 from kvferry.membership.base import Joined, Left, Member, MemberId, MemberKind, Snapshot
 from kvferry.membership.follower import MemberFollower
-from kvferry.store import folder
-from kvferry.store.folder import MAX_WRITER_CHARS
-from kvferry.store.fsck import key_usage
-from kvferry.store.keyring import load_keyring
-from kvferry.store.volume import Volume
 from kvferry.tenancy.namespace import Namespace
+from kvferry_keeper.lifecycle import KeeperHost, _OtherKeepers
+from kvferry_keeper.store import folder
+from kvferry_keeper.store.folder import MAX_WRITER_CHARS
+from kvferry_keeper.store.fsck import key_usage
+from kvferry_keeper.store.keyring import load_keyring
+from kvferry_keeper.store.volume import Volume
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config
@@ -61,7 +61,7 @@ async def test_it_is_registered_while_it_serves(tmp_path: Path) -> None:
 async def test_a_volume_that_is_taken_is_named_and_used_once_it_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.keeper.lifecycle._REOPEN_FIRST_S", 0.02)
+    monkeypatch.setattr("kvferry_keeper.lifecycle._REOPEN_FIRST_S", 0.02)
     config = node_config(tmp_path)
     registry = MemoryRegistry()
     async with contextlib.AsyncExitStack() as stack:
@@ -199,7 +199,7 @@ def member(name: str, started_unix_s: float, kind: MemberKind = MemberKind.KEEPE
 
 
 async def test_a_key_file_that_changes_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.keeper.lifecycle._KEYS_PERIOD_S", 0.02)
+    monkeypatch.setattr("kvferry_keeper.lifecycle._KEYS_PERIOD_S", 0.02)
     file = tmp_path / "keys.json"
     old, new = "ab" * 32, "cd" * 32
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.keeper.mapped_region import MappedRegion
+from kvferry_keeper.mapped_region import MappedRegion
 from support.tier_rows import rows_of
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from kvferry.keeper.remote.nixl_agent import NixlAgent, Read
+from kvferry_keeper.remote.nixl_agent import NixlAgent, Read
 from support.waiting import until
 
 READS = [Read(0, 0, 4096)]

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 import grpc
 import pytest
 
-from kvferry.keeper.mapped_region import MappedRegion
-from kvferry.keeper.remote.nixl_agent import Read
-from kvferry.keeper.remote.remote_reader import RemoteReader
-from kvferry.keeper.volumes.breaker import Cause
-from kvferry.store import chunk_file
 from kvferry.wire.v1 import keeper_pb2 as pb
 from kvferry.wire.v1 import keeper_pb2_grpc
+from kvferry_keeper.mapped_region import MappedRegion
+from kvferry_keeper.remote.nixl_agent import Read
+from kvferry_keeper.remote.remote_reader import RemoteReader
+from kvferry_keeper.store import chunk_file
+from kvferry_keeper.volumes.breaker import Cause
 from support.tier_chunks import LAYOUT, chunk, payload
 from support.tier_rows import rows_of
 

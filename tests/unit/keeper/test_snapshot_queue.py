@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.keeper.snapshot_queue import SnapshotQueue
+from kvferry_keeper.snapshot_queue import SnapshotQueue
 
 
 def drain(queue: SnapshotQueue[str]) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.keeper.remote.staging import Staging
+from kvferry_keeper.remote.staging import Staging
 
 CHUNK = 4096
 

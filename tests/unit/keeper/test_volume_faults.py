@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from kvferry.keeper.keeper import Keeper
-from kvferry.keeper.remote.nixl_agent import NixlAgent
-from kvferry.keeper.server import update_to_wire
-from kvferry.keeper.volumes import volume_io
-from kvferry.keeper.volumes.io_threads import Kind, Operation
-from kvferry.keeper.volumes.volume_io import VolumeIo
-from kvferry.store import folder
-from kvferry.store.direct_io import Fault, FaultyIo
-from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.outcome import Outcome
-from kvferry.store.volume import Volume
+from kvferry_keeper.keeper import Keeper
+from kvferry_keeper.remote.nixl_agent import NixlAgent
+from kvferry_keeper.server import update_to_wire
+from kvferry_keeper.store import folder
+from kvferry_keeper.store.direct_io import Fault, FaultyIo
+from kvferry_keeper.store.keyring import SecretsKeyring
+from kvferry_keeper.store.outcome import Outcome
+from kvferry_keeper.store.volume import Volume
+from kvferry_keeper.volumes import volume_io
+from kvferry_keeper.volumes.io_threads import Kind, Operation
+from kvferry_keeper.volumes.volume_io import VolumeIo
 from support.tier_chunks import CHUNK_BYTES, LAYOUT, chunk, empty, payload
 from support.tier_keeper import open_volumes, tier_config
 from support.waiting import SOON_S, until

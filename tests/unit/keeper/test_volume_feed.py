@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.keeper.volumes import volume_feed
-from kvferry.keeper.volumes.volume_feed import VolumeFeed
+from kvferry.keeper.layout import ChunkId
 from kvferry.residency.feed import Delta, ResidencyFollower, SnapshotPart
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
-from kvferry.store.layout import ChunkId
+from kvferry_keeper.volumes import volume_feed
+from kvferry_keeper.volumes.volume_feed import VolumeFeed
 from support.tier_rows import key_of
 from support.waiting import until
 

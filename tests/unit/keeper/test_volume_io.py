@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 
 from kvferry.errors import TierError
-from kvferry.keeper.volumes import volume_io
-from kvferry.keeper.volumes.breaker import Cause
-from kvferry.keeper.volumes.io_threads import Kind, Operation
-from kvferry.keeper.volumes.volume_io import VolumeIo
-from kvferry.store.outcome import Outcome
-from kvferry.store.volume import Volume
+from kvferry_keeper.store.outcome import Outcome
+from kvferry_keeper.store.volume import Volume
+from kvferry_keeper.volumes import volume_io
+from kvferry_keeper.volumes.breaker import Cause
+from kvferry_keeper.volumes.io_threads import Kind, Operation
+from kvferry_keeper.volumes.volume_io import VolumeIo
 from support.tier_chunks import LAYOUT, chunk, empty, payload
 from support.tier_keeper import tier_config
 from support.tier_volumes import opened_volumes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import TierError
-from kvferry.keeper.keeper import Keeper
+from kvferry_keeper.keeper import Keeper
 from support.tier_keeper import open_volumes, tier_config
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.keeper.volumes.volume_state import VolumeState
+from kvferry.keeper.volume_state import VolumeState
 
 STATE = VolumeState(
     volume_id="v-1",

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from kvferry.config import ClusterConfig
-from kvferry.keeper import lifecycle, volume_tenants
-from kvferry.keeper.volumes import breaker
 from kvferry.membership.tenant_admin import TenantAdmin
-from kvferry.store import fsck
-from kvferry.store.chunk_file import chunk_file_bytes
-from kvferry.store.volume import Volume
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.pages.outcome import Cause
+from kvferry_keeper import lifecycle, volume_tenants
+from kvferry_keeper.store import fsck
+from kvferry_keeper.store.chunk_file import chunk_file_bytes
+from kvferry_keeper.store.volume import Volume
+from kvferry_keeper.volumes import breaker
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from kvferry.gateway.identity.tenant_directory import TenantDirectory
-from kvferry.keeper.volume_tenants import VolumeTenants
 from kvferry.membership import tenant_follower
 from kvferry.membership.base import RecordChange, RecordChanged, Records
 from kvferry.membership.tenant_follower import CHANGE_BYTES, RECORD_BYTES, TURN_BYTES, TenantFollower
 from kvferry.tenancy.records import MAX_KEYS, MAX_TENANTS
 from kvferry.worker.engine_floors import EngineFloors
+from kvferry_keeper.volume_tenants import VolumeTenants
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import until
 

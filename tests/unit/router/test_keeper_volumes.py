@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvferry.keeper.volumes.volume_state import VolumeState
+from kvferry.keeper.volume_state import VolumeState
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.residency.feed import Delta, SnapshotPart
 from kvferry.residency.index import Holder, ResidencyIndex, Tier

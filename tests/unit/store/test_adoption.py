@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from kvferry.errors import TierError
-from kvferry.store import adoption, folder, fsck
-from kvferry.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S
-from kvferry.store.folder import FoundChunk
-from kvferry.store.fsck import key_usage
-from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.layout import ChunkId
-from kvferry.store.volume import Outcome, Volume
+from kvferry.keeper.layout import ChunkId
+from kvferry_keeper.store import adoption, folder, fsck
+from kvferry_keeper.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S
+from kvferry_keeper.store.folder import FoundChunk
+from kvferry_keeper.store.fsck import key_usage
+from kvferry_keeper.store.keyring import SecretsKeyring
+from kvferry_keeper.store.volume import Outcome, Volume
 from support.tier_chunks import CHUNK_BYTES, LAYOUT, chunk, chunk_files, empty, flip, payload, truth
 from support.tier_volumes import Opened, opened_volumes
 
@@ -274,7 +274,7 @@ def test_a_file_that_cannot_be_moved_stays(opened: Opened, clock: Clock, monkeyp
 def test_a_folder_that_cannot_be_removed_is_not_taken_over(
     opened: Opened, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="kvferry.store.adoption")
+    caplog.set_level(logging.INFO, logger="kvferry_keeper.store.adoption")
     living, dead = opened("living", keyring=MINE), opened("dead", keyring=MINE)
     put(dead, 1)
     dead.close()
@@ -339,7 +339,7 @@ def test_a_recorded_use_is_no_use(opened: Opened) -> None:
 
 
 def test_uses_that_wait_to_be_recorded_have_a_limit(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.store.index.chunk_table.MAX_USES", 2)
+    monkeypatch.setattr("kvferry_keeper.store.index.chunk_table.MAX_USES", 2)
     local = opened("local", shared=False)
     put(local, 1, 2, 3)
     for number in (1, 2, 3, 1):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.store import adoption, paths
-from kvferry.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S
-from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.volume import Outcome, Volume
+from kvferry_keeper.store import adoption, paths
+from kvferry_keeper.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S
+from kvferry_keeper.store.keyring import SecretsKeyring
+from kvferry_keeper.store.volume import Outcome, Volume
 from support.tier_chunks import CHUNK_BYTES, LAYOUT, chunk, empty, flip, payload, truth
 from support.tier_volumes import Opened, opened_volumes
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvferry.store import chunk_file
-from kvferry.store.chunk_file import HEADER_BYTES, Algorithm, chunk_file_bytes
-from kvferry.store.direct_io import aligned_buffer
-from kvferry.store.layout import ChunkId
-from kvferry.store.outcome import Outcome
+from kvferry.keeper.layout import ChunkId
 from kvferry.tenancy.namespace import Namespace
+from kvferry_keeper.store import chunk_file
+from kvferry_keeper.store.chunk_file import HEADER_BYTES, Algorithm, chunk_file_bytes
+from kvferry_keeper.store.direct_io import aligned_buffer
+from kvferry_keeper.store.outcome import Outcome
 from support.tier_chunks import LARGER, LAYOUT, SECRET, chunk, empty, payload, truth
 
 CHUNK = chunk(7, Namespace("acme", 3))

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.store.index.chunk_index import ChunkIndex, Reservation
-from kvferry.store.index.chunk_table import IndexEntry
-from kvferry.store.index.eviction import Lru, TenantRetention
-from kvferry.store.index.space_ledger import File
-from kvferry.store.layout import ChunkId, LayoutDigest
-from kvferry.store.outcome import Outcome
+from kvferry.keeper.layout import ChunkId, LayoutDigest
 from kvferry.tenancy.namespace import Namespace
+from kvferry_keeper.store.index.chunk_index import ChunkIndex, Reservation
+from kvferry_keeper.store.index.chunk_table import IndexEntry
+from kvferry_keeper.store.index.eviction import Lru, TenantRetention
+from kvferry_keeper.store.index.space_ledger import File
+from kvferry_keeper.store.outcome import Outcome
 from support.tier_chunks import LAYOUT, chunk
 
 UNIT = 4096

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.store.chunk_quarantine import Quarantine
-from kvferry.store.direct_io import Fault, FaultyIo, Operation
-from kvferry.store.volume import Outcome, Volume
+from kvferry_keeper.store.chunk_quarantine import Quarantine
+from kvferry_keeper.store.direct_io import Fault, FaultyIo, Operation
+from kvferry_keeper.store.volume import Outcome, Volume
 from support.tier_chunks import CHUNK_BYTES, LAYOUT, chunk, chunk_files, empty, payload, quarantined
 from support.tier_volumes import Opened, opened_volumes
 

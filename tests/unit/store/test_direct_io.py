@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.store.direct_io import DirectIo, Fault, FaultyIo, Operation, aligned_buffer
+from kvferry_keeper.store.direct_io import DirectIo, Fault, FaultyIo, Operation, aligned_buffer
 
 SIZE = 3 * 4096
 

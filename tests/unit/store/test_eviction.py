@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.store.index.chunk_table import IndexEntry
-from kvferry.store.index.eviction import EvictionPolicy, Lru, TenantRetention
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.terms import TierContract
+from kvferry_keeper.store.index.chunk_table import IndexEntry
+from kvferry_keeper.store.index.eviction import EvictionPolicy, Lru, TenantRetention
 from support.tier_chunks import LAYOUT, chunk
 
 UNIT = 4096

@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 
 from kvferry.cli import main
 from kvferry.errors import TierError
-from kvferry.store import fsck
-from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.volume import Outcome, Volume
 from kvferry.tenancy.namespace import Namespace
+from kvferry_keeper.store import fsck
+from kvferry_keeper.store.keyring import SecretsKeyring
+from kvferry_keeper.store.volume import Outcome, Volume
 from support.tier_chunks import (
     CHUNK_BYTES,
     LARGER,

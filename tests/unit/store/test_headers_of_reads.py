@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.store import chunk_file
-from kvferry.store.chunk_file import HEADER_BYTES, Algorithm
-from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.outcome import Outcome
-from kvferry.store.volume import Volume
+from kvferry_keeper.store import chunk_file
+from kvferry_keeper.store.chunk_file import HEADER_BYTES, Algorithm
+from kvferry_keeper.store.keyring import SecretsKeyring
+from kvferry_keeper.store.outcome import Outcome
+from kvferry_keeper.store.volume import Volume
 from support.tier_chunks import LAYOUT, SECRET, chunk, empty, payload, truth
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.store import keyring as keyring_module
-from kvferry.store.keyring import MAX_SECRETS, MAX_TENANTS, SealingKeyFile, SecretsKeyring, load_keyring
 from kvferry.tenancy.namespace import Namespace
+from kvferry_keeper.store import keyring as keyring_module
+from kvferry_keeper.store.keyring import MAX_SECRETS, MAX_TENANTS, SealingKeyFile, SecretsKeyring, load_keyring
 
 SECRET = "ab" * 32
 

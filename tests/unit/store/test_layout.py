@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.store.layout import ChunkId, ChunkKey, ChunkLayout
+from kvferry.keeper.layout import ChunkId, ChunkKey, ChunkLayout
 from kvferry.tenancy.namespace import Namespace
 from support.tier_chunks import LAYOUT
 

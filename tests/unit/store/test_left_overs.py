@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import TierError
-from kvferry.store import folder, fsck, paths
-from kvferry.store.folder import ALIVE_FOR_S
-from kvferry.store.volume import Outcome, Volume
 from kvferry.tenancy.namespace import Namespace
+from kvferry_keeper.store import folder, fsck, paths
+from kvferry_keeper.store.folder import ALIVE_FOR_S
+from kvferry_keeper.store.volume import Outcome, Volume
 from support.tier_chunks import LAYOUT, chunk, flip, payload
 from support.tier_volumes import Opened, opened_volumes
 

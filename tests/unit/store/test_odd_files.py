@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import TierError
-from kvferry.store import chunk_file, folder, fsck, paths, seal_counts
-from kvferry.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S, Adopter
-from kvferry.store.direct_io import FaultyIo, Operation
-from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.outcome import Outcome, outcome_of_open
-from kvferry.store.volume import Volume
 from kvferry.tenancy.namespace import Namespace
+from kvferry_keeper.store import chunk_file, folder, fsck, paths, seal_counts
+from kvferry_keeper.store.adoption import ADOPT_AFTER_S, REMOVE_AFTER_S, Adopter
+from kvferry_keeper.store.direct_io import FaultyIo, Operation
+from kvferry_keeper.store.keyring import SecretsKeyring
+from kvferry_keeper.store.outcome import Outcome, outcome_of_open
+from kvferry_keeper.store.volume import Volume
 from support.tier_chunks import CHUNK_BYTES, LAYOUT, SECRET, chunk, empty, payload
 from support.tier_volumes import Opened, opened_volumes
 
@@ -185,7 +185,7 @@ def test_a_want_of_memory_leaves_nothing_reserved(
         if where == "sealing":
             short.setattr(chunk_file, "seal", fails)
         else:
-            short.setattr("kvferry.store.volume_files.aligned_buffer", fails)
+            short.setattr("kvferry_keeper.store.volume_files.aligned_buffer", fails)
         thread = threading.Thread(target=write)  # which has no buffers yet
         thread.start()
         thread.join()

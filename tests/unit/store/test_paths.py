@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.store import paths
-from kvferry.store.layout import ChunkId, ChunkKey, LayoutDigest
+from kvferry.keeper.layout import ChunkId, ChunkKey, LayoutDigest
 from kvferry.tenancy.namespace import Namespace
+from kvferry_keeper.store import paths
 from support.tier_chunks import LAYOUT, chunk
 
 CHUNKS = st.builds(

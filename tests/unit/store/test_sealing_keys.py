@@ -14,11 +14,11 @@ from click.testing import CliRunner
 
 from kvferry.cli import main
 from kvferry.errors import TierError
-from kvferry.store import fsck, seal_counts
-from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.seal_counts import SealCounts
-from kvferry.store.volume import Outcome, Volume
 from kvferry.tenancy.namespace import Namespace
+from kvferry_keeper.store import fsck, seal_counts
+from kvferry_keeper.store.keyring import SecretsKeyring
+from kvferry_keeper.store.seal_counts import SealCounts
+from kvferry_keeper.store.volume import Outcome, Volume
 from support.tier_chunks import LAYOUT, chunk, chunk_files, empty, payload, quarantined, truth
 from support.tier_volumes import Opened, opened_volumes
 

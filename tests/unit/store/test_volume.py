@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import TierError
-from kvferry.store.direct_io import DirectIo, Fault, FaultyIo, Operation, aligned_buffer
-from kvferry.store.index.eviction import TenantRetention
-from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.layout import ChunkId, LayoutDigest
-from kvferry.store.volume import Outcome, Volume
+from kvferry.keeper.layout import ChunkId, LayoutDigest
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.terms import TierContract
+from kvferry_keeper.store.direct_io import DirectIo, Fault, FaultyIo, Operation, aligned_buffer
+from kvferry_keeper.store.index.eviction import TenantRetention
+from kvferry_keeper.store.keyring import SecretsKeyring
+from kvferry_keeper.store.volume import Outcome, Volume
 from support.tier_chunks import (
     CHUNK_BYTES,
     LARGER,

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.store import chunk_reader
-from kvferry.store.chunk_file import chunk_file_bytes
-from kvferry.store.direct_io import DirectIo, Fault, FaultyIo, Operation
-from kvferry.store.keyring import SecretsKeyring
-from kvferry.store.layout import ChunkId, LayoutDigest
-from kvferry.store.volume import Outcome, Volume
+from kvferry.keeper.layout import ChunkId, LayoutDigest
 from kvferry.tenancy.namespace import Namespace
+from kvferry_keeper.store import chunk_reader
+from kvferry_keeper.store.chunk_file import chunk_file_bytes
+from kvferry_keeper.store.direct_io import DirectIo, Fault, FaultyIo, Operation
+from kvferry_keeper.store.keyring import SecretsKeyring
+from kvferry_keeper.store.volume import Outcome, Volume
 from support.child_imports import import_environment
 from support.tier_chunks import (
     CHUNK_BYTES,

@@ -12,15 +12,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineTimes, FinishReason, RequestId, Sampling
 from kvferry.errors import EngineDead
-from kvferry.keeper.keeper import Keeper
-from kvferry.keeper.metrics import KeeperMetrics
-from kvferry.keeper.remote.chunk_lender import ChunkLender
-from kvferry.keeper.remote.remote_reader import RemoteReader, RemoteStats
 from kvferry.observability.exposition import SpanCounts
 from kvferry.observability.telemetry import CATALOGUE, VERIFICATION_FAILURES, Exporter
 from kvferry.tenancy.pages.outcome import Cause, Refusal, TenantUsage
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.server import WorkerServer
+from kvferry_keeper.keeper import Keeper
+from kvferry_keeper.metrics import KeeperMetrics
+from kvferry_keeper.remote.chunk_lender import ChunkLender
+from kvferry_keeper.remote.remote_reader import RemoteReader, RemoteStats
 from kvferry_sim import SimEngine
 from kvferry_sim.settings import SimConfig
 

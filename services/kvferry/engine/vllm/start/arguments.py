@@ -12,9 +12,8 @@ from kvferry.config import AdaptersConfig, EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import EngineId, EngineInfo
 from kvferry.engine.vllm.start.argument_parser import parsed
 from kvferry.engine.vllm.start.draft_model import DraftModel
-from kvferry.keeper.remote.nixl_agent import CPU_TRANSPORTS
 from kvferry.model_folder import cache_folder
-from kvferry.pages.exchange import ARGUMENTS, WEIGHTS
+from kvferry.pages.exchange import ARGUMENTS, CPU_TRANSPORTS, WEIGHTS
 from kvferry.pages.geometry.config_json import from_config
 
 CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.nixl.nixl_connector"

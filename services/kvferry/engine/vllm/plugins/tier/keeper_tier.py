@@ -14,8 +14,8 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingConte
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvferry.engine.vllm.plugins.tier.request_tier_state import RequestTierState
-from kvferry.keeper.engine_client.client import JobDone, KeeperClient, Region
-from kvferry.store.layout import ChunkKey, ChunkLayout
+from kvferry.keeper.client import JobDone, KeeperClient, Region
+from kvferry.keeper.layout import ChunkKey, ChunkLayout
 
 log = logging.getLogger(__name__)
 

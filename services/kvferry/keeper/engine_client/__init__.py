@@ -1,1 +1,0 @@
-"""The engine's end of its connection to the keeper."""
