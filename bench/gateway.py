@@ -46,9 +46,9 @@ from kvferry import model_folder
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import Renderer
 from kvferry.errors import KvferryError
-from kvferry.local.authority import make_certificates
 from kvferry.util import collector
 from kvferry_loadtest.machine import machine_line
+from kvferry_local.authority import make_certificates
 
 MODEL = "bench"
 START_TIMEOUT_S = 120.0

@@ -4,6 +4,4 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT
-SATELLITES = tuple(
-    ROOT / "services" / name for name in ("kvferry_keeper", "kvferry_plan", "kvferry_operator", "kvferry_sim")
-)
+SATELLITES = tuple(ROOT / "services" / f"kvferry_{name}" for name in ("keeper", "local", "plan", "operator", "sim"))

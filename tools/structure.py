@@ -51,8 +51,8 @@ LIMITS = {
     "readme_words": 900,
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
-    "files": 322,
-    "lines": 48_303,
+    "files": 308,
+    "lines": 45_935,
     "docstring_words": 34_330,  # a share of the lines would rise where code goes
     "root_modules": 7,
     "most_files_in_a_package": 19,

@@ -23,7 +23,7 @@ import psutil
 
 from bench.gpu_check.outcomes import RESULTS, figures_of, plots_of, why_failed, why_nothing_tested
 from bench.gpu_check.parts import Part
-from kvferry.local.processes import has_variable
+from kvferry_local.processes import has_variable
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "KVFERRY_GPU_CHECK_TOKEN"

@@ -12,16 +12,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import click
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 import kvferry
 from kvferry import config as configuration
 from kvferry import tenant_commands
 from kvferry.config import ROLES, ClusterConfig
-from kvferry.errors import ConfigError, KvferryError
+from kvferry.errors import ConfigError, Interrupted, KvferryError
 from kvferry.util import plain_yaml
-from kvferry.util.addresses import join_host_port
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,7 +28,11 @@ _INTERRUPTED_EXIT_CODE = 130
 
 
 # Commands of other distributions, which register them as entry points of the group `kvferry.commands`.
-_DISTRIBUTIONS = {"plan": "kvferry-plan", "quality": "kvferry-plan", "tier": "kvferry-keeper"}
+_DISTRIBUTIONS = {
+    **dict.fromkeys(("down", "explain", "status", "up"), "kvferry-local"),
+    **dict.fromkeys(("plan", "quality"), "kvferry-plan"),
+    "tier": "kvferry-keeper",
+}
 
 
 class _Commands(click.Group):
@@ -74,8 +76,6 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        from kvferry.local.child import Interrupted
-
         try:
             return command(*args, **kwargs)
         except (Interrupted, KeyboardInterrupt):
@@ -88,7 +88,7 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-def _configured(command: Callable[..., R]) -> Callable[..., R]:
+def configured(command: Callable[..., R]) -> Callable[..., R]:
     """Add the options that choose a configuration; the command gets it as `config`."""
 
     @click.option(
@@ -136,130 +136,11 @@ def _configured(command: Callable[..., R]) -> Callable[..., R]:
     return wrapper
 
 
-@main.command()
-@click.option("--ask/--no-ask", default=True, help="Send one request when ready and show where it went.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), help="Seconds until ready.")
-@reported
-@_configured
-def up(config: ClusterConfig, ask: bool, timeout_s: float | None) -> None:
-    """Start a cluster on this machine and leave it running."""
-    from kvferry.local import cluster
-    from kvferry.local.progress import ConsoleProgress
-    from kvferry.local.status import status as look
-
-    console = Console()
-    running = cluster.up(config, ConsoleProgress(console), with_first_answer=ask, timeout_s=timeout_s)
-    if running.first_answer is not None:
-        _print_first_answer(console, running.first_answer)
-    body = {"model": running.config.names[0], "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
-    gateway = running.config.gateway
-    grpc_says = f", gRPC at {join_host_port(gateway.host, gateway.grpc_port)}" if gateway.grpc_port is not None else ""
-    click.echo(f"\nkvferry serves {', '.join(running.config.names)} at {running.url}{grpc_says}\n")
-    options = " -H 'content-type: application/json'"
-    if gateway.wants_bearer:
-        options += ' -H "authorization: Bearer $KVFERRY_API_KEY"'
-    click.echo(f"  curl {running.url}/v1/chat/completions{options} \\\n    -d '{json.dumps(body)}'")
-    if gateway.tenants_in_etcd:
-        click.echo("\nMake a tenant with a key: kvferry tenant create NAME --key NAME")
-    if config.tier.volumes:
-        _print_warnings(look(running.folder).warnings)
-    click.echo("\nEnd it with: make down   (or: kvferry down)")
-
-
-def _print_warnings(warnings: Sequence[str]) -> None:
-    for warning in warnings:
-        click.echo(f"kvferry: warning: {warning}", err=True)
-
-
-@main.command()
-@click.option("--name", help="Which cluster; by default the configured one.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
-@reported
-def status(name: str | None, as_json: bool) -> None:
-    """Show members, roles and load."""
-    from kvferry.local.run_folder import named_folder
-    from kvferry.local.status import status as look
-
-    seen = look(named_folder(name, _name(name)))
-    if as_json:
-        click.echo(json.dumps(seen.as_json(), indent=2))
-        return
-    click.echo(
-        f"{seen.name}  {seen.url}  {seen.engine} engine, model {seen.model}, up {_duration(seen.uptime_s)}, "
-        f"etcd {', '.join(seen.etcd_endpoints)}"
-    )
-    if seen.fault:
-        click.echo(f"members unknown: {seen.fault}")
-        return
-    table = plain_table(
-        ("role", "member", "address", "pid", "up"), ("running", "waiting", "pages", "generated", "ferried")
-    )
-    for member in seen.members:
-        load = member.load
-        numbers: tuple[str, ...] = ("", "", "", "", "")
-        if load is not None:
-            numbers = (
-                f"{load.num_running}{' (draining)' if load.draining else ''}",
-                str(load.num_waiting),
-                f"{load.num_pages_used}/{load.num_pages}",
-                str(load.num_generated_tokens),
-                format_bytes(load.ferried_bytes),
-            )
-        elif member.fault:
-            numbers = (f"? {member.fault}", "", "", "", "")
-        kind = "model" if member.is_of_entry else "pool"
-        role = f"{member.kind} of {kind} {member.pool}" if member.pool else member.kind
-        facts = (role, member.member_id, member.address, str(member.pid), _duration(member.uptime_s))
-        table.add_row(*map(escape, (*facts, *numbers)))
-    print_wide(table)
-    _print_warnings(seen.warnings)
-
-
-@main.command()
-@click.argument("request_id")
-@click.option("--name", help="Which cluster; by default the configured one.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
-@reported
-def explain(request_id: str, name: str | None, as_json: bool) -> None:
-    """Show why a request went where it went, with prices in milliseconds.
-
-    REQUEST_ID is the id of an answer, or its x-request-id header.
-    """
-    from kvferry.local.explain import explain as ask
-    from kvferry.local.run_folder import named_folder
-
-    requests = ask(named_folder(name, _name(name)), request_id)
-    if as_json:
-        click.echo(json.dumps(requests, indent=2))
-        return
-    console = Console()
-    console = console if console.is_terminal else Console(width=200)
-    for request in requests:
-        _print_explanation(console, request)
-
-
-@main.command()
-@click.option("--name", help="Which cluster; by default the configured one.")
-@reported
-def down(name: str | None) -> None:
-    """End the cluster on this machine and remove all it left, in whatever state it is."""
-    from kvferry.local import cluster
-    from kvferry.local.progress import ConsoleProgress
-    from kvferry.local.run_folder import named_folder
-
-    cleaned = cluster.down(named_folder(name, _name(name)), ConsoleProgress(Console()))
-    if not cleaned.anything:
-        click.echo("nothing was running")
-        return
-    files = len(cleaned.shared_memory_names)
-    click.echo(f"ended {cleaned.num_processes} processes" + (f", removed {files} shared-memory files" if files else ""))
-
-
 @main.command(name="config")
 @click.option("--vllm", "role", type=click.Choice(ROLES), help="Print this role's vLLM command line instead.")
 @click.option("--entry", default="", help="With --vllm: the name of an entry of `models`.")
 @reported
-@_configured
+@configured
 def show_config(config: ClusterConfig, role: str | None, entry: str) -> None:
     """Print the effective configuration as YAML."""
     from kvferry.engine.quality_report import check_quality_report
@@ -349,77 +230,6 @@ def print_wide(table: Table, width: int = 200) -> None:
     (console if console.is_terminal else Console(width=width)).print(table)
 
 
-def _name(given: str | None) -> str:
-    return configuration.load(flags=[f"name={json.dumps(given)}"] if given is not None else []).name
-
-
-def _print_first_answer(console: Console, answer: Any) -> None:
-    def line(label: str, text: str) -> None:
-        console.print(f"  [dim]{label:<10}[/] {escape(text)}", highlight=False, soft_wrap=True)
-
-    console.print()
-    line("question", answer.question)
-    line("answer", answer.answer)
-    line(
-        "TTFT", f"{answer.ttft_s * 1000:.0f} ms ({answer.total_s * 1000:.0f} ms for {answer.completion_tokens} tokens)"
-    )
-    line("prefilled", f"{answer.prefill_worker or '(nobody)'} ({answer.prompt_tokens} prompt tokens)")
-    line("decoded", answer.decode_worker)
-    if answer.was_transferred:
-        pages = "1 KV page" if answer.transferred_pages == 1 else f"{answer.transferred_pages} KV pages"
-        line("ferried", f"{pages}, {format_bytes(answer.transferred_bytes)}")
-    else:
-        line("ferried", "NOTHING: the decode worker computed the prompt itself; the logs of the prefill worker say why")
-
-
-_PRICE_COLUMNS = ("queue_ms", "load_ms", "compute_ms", "others_ms", "ferry_ms", "streams_ms", "total_ms")
-
-
-def _sources(request: dict[str, Any]) -> str:
-    sources = request["prompt_tokens_by_source"]
-    tiers = request.get("cached_prompt_tokens_by_tier")
-    if tiers is None:  # of a gateway or worker of an earlier release
-        brought = f"{sources['external_kv_transfer']} by a KV transfer, from its CPU tier or from a volume"
-    else:
-        brought = f"{tiers['ferry']} by a KV transfer, {tiers['cpu']} from its CPU tier, {tiers['volume']} from volumes"
-    return (
-        f"prompt tokens: {sources['local_compute']} were computed by the decode worker, "
-        f"{sources['local_cache_hit']} cached in its engine, {brought}"
-    )
-
-
-def _print_explanation(console: Console, request: dict[str, Any]) -> None:
-    console.print(
-        f"{request['request_id']}: {_sources(request)}, {request['ferried_pages']} pages ferried"
-        + (f", in pool {request['pool']}" if request.get("pool") else "")
-        + (f", continued after {request['continued_after']} tokens" if request["continued_after"] else "")
-        + (f", preempted {request['num_preemptions']} times" if request.get("num_preemptions") else "")
-        + (f"\nlost under it: {', '.join(request['lost_workers'])}" if request.get("lost_workers") else "")
-        + (f"\nprefill failed: {request['prefill_failure']}" if request["prefill_failure"] else "")
-        + (f"\nno pages were exchanged: {request['unequal_pages']}" if request.get("unequal_pages") else "")
-        + (f"\nended with an error: {request['error_code']}" if request.get("error_code") else ""),
-        highlight=False,
-    )
-    for i, choice in enumerate(request["choices"]):
-        title = f"decision {i + 1}: {choice['reason']}"
-        if "price" not in choice:
-            console.print(f"{title}: prefill {choice['prefill'] or '(nobody)'}, decode {choice['decode']}")
-            continue
-        table = Table(
-            title=f"{title}, first token expected in {choice['expected_ttft_ms']:.0f} ms", title_justify="left"
-        )
-        for heading in ("", "prefill", "decode"):
-            table.add_column(heading, no_wrap=True)
-        for heading in ("held", *(name.removesuffix("_ms") for name in _PRICE_COLUMNS)):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for mark, price in (("chosen", choice["price"]), *(("", price) for price in choice["runners_up"])):
-            held = "+".join(f"{tokens} {tier}" for tier, tokens in price["matched"].items() if tokens) or "0"
-            numbers = (f"{price[name]:.1f}" for name in _PRICE_COLUMNS)
-            table.add_row(mark, escape(price["prefill"] or "(alone)"), escape(price["decode"]), held, *numbers)
-        console.print(table)
-        console.print("[dim]milliseconds; held in tokens[/]")
-
-
 def format_bytes(count: int) -> str:
     if count < 1024:
         return f"{count} B"
@@ -429,15 +239,6 @@ def format_bytes(count: int) -> str:
         if value < 1024:
             return f"{value:.1f} {unit}"
     return f"{value / 1024:.1f} PiB"
-
-
-def _duration(seconds: float) -> str:
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 if __name__ == "__main__":

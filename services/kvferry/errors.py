@@ -83,6 +83,10 @@ class LocalError(KvferryError):
     openai_type = "local_error"
 
 
+class Interrupted(LocalError):
+    """By a signal."""
+
+
 class RequestError(KvferryError):
     """The request cannot be served as it was sent."""
 

@@ -30,7 +30,7 @@ from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.limits import LimitName, Limits, shown
 from kvferry.tenancy.records import MAX_TENANTS, KeyRecord, TenantRecord, check_key_name
 from kvferry.tenancy.terms import CLASSES, DEFAULT_CLASS, TIERS, TierTerms, describe
-from kvferry.util import plain_yaml
+from kvferry.util import plain_yaml, satellites
 
 R = TypeVar("R")
 
@@ -87,8 +87,6 @@ def _for_a_pool(command: Callable[..., R]) -> Callable[..., R]:
 
 
 def _membership(cluster: str | None, file: Path | None, settings: list[str], etcd: Sequence[str]) -> MembershipConfig:
-    from kvferry.local.run_folder import named_folder
-
     if cluster is not None:
         settings.append(f"name={json.dumps(cluster)}")
     if etcd:
@@ -96,7 +94,8 @@ def _membership(cluster: str | None, file: Path | None, settings: list[str], etc
     config = configuration.load(file, flags=settings)
     if config.membership.endpoints:
         return config.membership
-    record = named_folder(cluster, config.name).record()
+    named_folder = satellites.named_folder()
+    record = named_folder(cluster, config.name).record() if named_folder is not None else None
     if record is None:
         raise ConfigError("no cluster runs on this machine; name another one's etcd with --etcd or --config")
     return configuration.parse(record.config).membership

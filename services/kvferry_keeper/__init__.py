@@ -1,3 +1,3 @@
-"""The keeper of a node and its volumes."""
+"""A node's keeper."""
 
 __version__ = "0.1.0"

@@ -57,7 +57,6 @@ def fsck(path: Path, as_json: bool, mend: bool, keys: Path | None) -> None:
 
     Exit codes: 0 all chunks are whole, 1 some are not (moved or not), 2 it could not be checked.
     """
-
     keyring = None if keys is None else load_keyring(keys)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
@@ -77,7 +76,6 @@ def fsck(path: Path, as_json: bool, mend: bool, keys: Path | None) -> None:
 @_volume
 def ls(path: Path, as_json: bool, limit: int) -> None:
     """List the chunks of the volume at PATH, newest first. With --json one object per line."""
-
     found = sorted(checking.list_chunks(path), key=lambda chunk: -chunk.modified_s)
     shown = found[: limit or None]
     if as_json:
@@ -101,7 +99,6 @@ def ls(path: Path, as_json: bool, limit: int) -> None:
 @_volume
 def du(path: Path, as_json: bool) -> None:
     """Add up what takes room in the volume at PATH."""
-
     uses, layouts, quarantined_bytes = checking.disk_usage(path)
     if as_json:
         rows = [
@@ -138,7 +135,6 @@ def du(path: Path, as_json: bool) -> None:
 @_volume
 def show_keys(path: Path, as_json: bool, keys: Path | None) -> None:
     """Show what each sealing key has sealed in the volume at PATH. With --keys, which secret it is of."""
-
     usages = checking.key_usage(path, None if keys is None else load_keyring(keys))
     if as_json:
         rows = [
@@ -179,7 +175,6 @@ def purge(path: Path, as_json: bool, tenant: str, epoch: int | None) -> None:
 
     Keepers may serve the volume meanwhile. Stop the tenant's requests before: engines write their pages again.
     """
-
     num_chunks = checking.purge(path, tenant, epoch)
     told = f"removed {num_chunks} chunks of {tenant}" if num_chunks else f"no chunks of {tenant} are in {path}"
     click.echo(json.dumps({"removed": num_chunks}) if as_json else told)

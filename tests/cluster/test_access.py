@@ -25,9 +25,9 @@ from kvferry.gateway.identity import key_file
 from kvferry.gateway.identity.key_file import new_key
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.inference.v1 import inference_pb2 as pb
-from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind
 from kvferry.membership.etcd import EtcdMembership
+from kvferry_local.authority import make_certificates
 from kvferry_sim.membership import MemoryMembership
 from support.waiting import PATIENCE_S, until
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from kvferry.local.ray_process import ray_environment
+from kvferry_local.ray_process import ray_environment
 from support.local_machine import Machine, a_machine, assert_nothing_left, listening_ports
 from support.tier_chunks import chunk_files
 from support.waiting import PATIENCE_S, wait_until

@@ -24,9 +24,9 @@ import yaml
 
 from kvferry.client import Client
 from kvferry.gateway.identity.key_file import new_key
-from kvferry.local.gateway_access import KEY_VARIABLE
 from kvferry.util.addresses import free_port
 from kvferry.util.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
+from kvferry_local.gateway_access import KEY_VARIABLE
 from support.local_machine import (
     Machine,
     a_machine,

@@ -17,13 +17,13 @@ import pytest
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
 from kvferry.gateway.identity.key_file import new_key
-from kvferry.local.authority import make_certificates
 from kvferry.membership.base import MemberKind
 from kvferry.worker.lifecycle import WorkerHost, build_engine
 from kvferry_keeper.lifecycle import KeeperHost
 from kvferry_keeper.store.direct_io import Fault, Operation
 from kvferry_keeper.store.fsck import list_chunks
 from kvferry_keeper.volumes import volume_io
+from kvferry_local.authority import make_certificates
 from kvferry_sim import SimEngine
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.tier_keeper import SwitchableIo

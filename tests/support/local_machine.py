@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvferry.local.child import tail
-from kvferry.local.processes import ProcessIdentity, belonging, end_all
-from kvferry.local.run_folder import RunFolder, run_folder
 from kvferry.util.shared_memory import SHM_ROOT, SharedMemoryFile
+from kvferry_local.child import tail
+from kvferry_local.processes import ProcessIdentity, belonging, end_all
+from kvferry_local.run_folder import RunFolder, run_folder
 from support.waiting import PATIENCE_S, wait_until
 
 

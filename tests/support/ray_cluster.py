@@ -16,10 +16,10 @@ from typing import Any
 
 import httpx
 
-from kvferry.local.processes import end_all
-from kvferry.local.ray_process import ray_environment
-from kvferry.local.run_folder import RunFolder
 from kvferry.util.addresses import free_port
+from kvferry_local.processes import end_all
+from kvferry_local.ray_process import ray_environment
+from kvferry_local.run_folder import RunFolder
 from support.waiting import PATIENCE_S
 
 

@@ -15,10 +15,11 @@ from kvferry import cli
 from kvferry.cli import main
 from kvferry.engine.base import CachedTokens, EngineOutput, PromptSources
 from kvferry.gateway.generation import record_values
-from kvferry.local import cluster
-from kvferry.local.child import StartFailed
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.router.request_record import RequestRecord
+from kvferry_local import cluster
+from kvferry_local.child import StartFailed
+from kvferry_local.commands import _print_explanation
 from kvferry_plan.quality.command import print_report
 from kvferry_plan.quality.report_file import write_report
 from support.quality_reports import passing_report
@@ -164,7 +165,7 @@ def test_the_explanation_tells_volumes_from_transfers(capsys: pytest.CaptureFixt
     )
     last = EngineOutput([], "", cached=CachedTokens(device=8, cpu=3, volume=64, kv_transfer=20))
     record.note_sources(PromptSources(5, 8, 87), last, decode)
-    cli._print_explanation(Console(width=200), {"request_id": "chatcmpl-1", "choices": [], **record_values(record)})
+    _print_explanation(Console(width=200), {"request_id": "chatcmpl-1", "choices": [], **record_values(record)})
     said = capsys.readouterr().out
     assert (
         "5 were computed by the decode worker, 8 cached in its engine, 20 by a KV transfer, 3 from its CPU tier" in said
@@ -175,7 +176,7 @@ def test_the_explanation_tells_volumes_from_transfers(capsys: pytest.CaptureFixt
 def test_the_explanation_shows_what_a_gateway_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     """The printer and the gateway agree on the names of a request's record."""
     recorded = {"request_id": "chatcmpl-1", "choices": [], **record_values(RequestRecord())}
-    cli._print_explanation(Console(width=200), {**recorded, "error_code": "request_quarantined"})
+    _print_explanation(Console(width=200), {**recorded, "error_code": "request_quarantined"})
     said = capsys.readouterr().out
     assert "0 pages ferried" in said
     assert "0 by a KV transfer, from its CPU tier or from a volume" in said
@@ -223,9 +224,14 @@ def test_an_undecided_report_says_what_is_allowed_and_what_to_do(capsys: pytest.
     assert "take more --samples than 4 (at most 64)" in shown
 
 
-def test_a_command_of_a_package_that_is_not_installed_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "package"), [("plan", "kvferry-plan"), ("up", "kvferry-local"), ("tier", "kvferry-keeper")]
+)
+def test_a_command_of_a_package_that_is_not_installed_says_which(
+    monkeypatch: pytest.MonkeyPatch, command: str, package: str
+) -> None:
     monkeypatch.setattr(cli, "entry_points", lambda **_: ())
-    result = run("plan", "llama-3.1-8b", "--gpu", "h100")
+    result = run(command, "llama-3.1-8b", "--gpu", "h100")
     assert result.exit_code == 2
-    assert result.stderr == "kvferry: plan is a command of the package kvferry-plan: pip install kvferry-plan\n"
-    assert "Not installed: pip install kvferry-plan" in run("--help").output
+    assert result.stderr == f"kvferry: {command} is a command of the package {package}: pip install {package}\n"
+    assert f"Not installed: pip install {package}" in run("--help").output

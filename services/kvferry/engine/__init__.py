@@ -1,1 +1,1 @@
-"""Engines: the contract (base.py), the simulator and vLLM."""
+"""Engines: the contract (base.py) and vLLM."""

@@ -1,1 +1,1 @@
-"""Registry of processes: protocol, etcd, and an in-memory double."""
+"""Registry of processes: protocol and etcd."""

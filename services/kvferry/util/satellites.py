@@ -1,4 +1,4 @@
-"""Loads packages that the core does not import, by their entry points. Raises ConfigError for a missing one."""
+"""Loads packages that the core does not import, by their entry points."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from kvferry.errors import ConfigError
 
 
 def simulator() -> Any:
-    """Return kvferry_sim.entry."""
+    """Return kvferry_sim.entry. Raises ConfigError where it is not installed."""
     return _load("kvferry.engines", "sim", "engine.kind", "engine.kind: sim is the package kvferry-sim")
 
 
 def keeper() -> Any:
-    """Return kvferry_keeper.entry."""
+    """As `simulator`, of kvferry_keeper."""
     return _load("kvferry.keepers", "keeper", "tier.volumes", "tier.volumes: keepers are the package kvferry-keeper")
+
+
+def named_folder() -> Any:
+    """Return kvferry_local's, or None."""
+    return next((entry.load() for entry in entry_points(group="kvferry.local", name="named_folder")), None)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import pytest
 from kvferry.config import ImagesConfig
 from kvferry.errors import InvalidRequest, Overloaded
 from kvferry.gateway.bodies.image_fetch import MAX_URL_CHARS, ImageFetcher, is_public
-from kvferry.local.authority import SERVER_NAME, make_certificates
+from kvferry_local.authority import SERVER_NAME, make_certificates
 from support.waiting import until
 
 WHERE = "messages[0].content[1]"

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry import mutual_tls as worker_tls
 from kvferry.config import TlsConfig, parse
-from kvferry.local.authority import SERVER_NAME, make_certificates
+from kvferry_local.authority import SERVER_NAME, make_certificates
 
 
 async def exchanged(server: TlsConfig, client: TlsConfig, name: str = SERVER_NAME) -> bytes:

@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.config import parse
 from kvferry.errors import ConfigError
-from kvferry.local.cluster import AlreadyRunning, with_other_models
-from kvferry.local.run_folder import ClusterRecord
+from kvferry_local.cluster import AlreadyRunning, with_other_models
+from kvferry_local.run_folder import ClusterRecord
 
 VALUES: dict[str, Any] = {"engine": {"kind": "sim"}, "models": [{"name": "a"}, {"name": "b"}]}
 

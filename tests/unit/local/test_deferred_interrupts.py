@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.local.child import Pace
-from kvferry.local.cluster import _deferred_interrupts
+from kvferry_local.child import Pace
+from kvferry_local.cluster import _deferred_interrupts
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -14,11 +14,11 @@ import pytest
 from bench.etcd_server import find_binary
 from kvferry.config import MembershipConfig, TlsConfig
 from kvferry.errors import UnavailableError
-from kvferry.local.authority import make_certificates
-from kvferry.local.child import Pace
-from kvferry.local.etcd_process import Etcd, start_etcd
-from kvferry.local.run_folder import RunFolder
 from kvferry.membership.etcd import EtcdMembership
+from kvferry_local.authority import make_certificates
+from kvferry_local.child import Pace
+from kvferry_local.etcd_process import Etcd, start_etcd
+from kvferry_local.run_folder import RunFolder
 from support.local_machine import listening_ports
 from support.waiting import wait_until
 

@@ -1,4 +1,4 @@
-"""local/first_answer.py"""
+"""kvferry_local/first_answer.py"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
-from kvferry.local.first_answer import FirstAnswerFailed, QuestionRefused, ask
+from kvferry_local.first_answer import FirstAnswerFailed, QuestionRefused, ask
 
 
 @pytest.fixture(params=[400, 503])

@@ -13,9 +13,9 @@ import pytest
 from bench.etcd_server import Authority
 from kvferry.config import GatewayConfig, ServerTlsConfig
 from kvferry.gateway.tls import GatewayTls
-from kvferry.local.child import child_environment
-from kvferry.local.gateway_access import KEY_VARIABLE, context_of, headers_of, url_of, why_not_to_ask
-from kvferry.local.run_folder import RunFolder
+from kvferry_local.child import child_environment
+from kvferry_local.gateway_access import KEY_VARIABLE, context_of, headers_of, url_of, why_not_to_ask
+from kvferry_local.run_folder import RunFolder
 
 
 def test_the_address_says_whether_there_is_tls() -> None:

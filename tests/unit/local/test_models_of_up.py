@@ -13,8 +13,8 @@ import pytest
 
 from kvferry.config import ClusterConfig, parse
 from kvferry.errors import ConfigError
-from kvferry.local import cluster
-from kvferry.local.child import StartFailed
+from kvferry_local import cluster
+from kvferry_local.child import StartFailed
 
 
 @pytest.fixture

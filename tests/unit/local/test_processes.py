@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from kvferry.local import processes
-from kvferry.local.child import StartFailed
-from kvferry.local.processes import (
+from kvferry_local import processes
+from kvferry_local.child import StartFailed
+from kvferry_local.processes import (
     TOKEN_VARIABLE,
     Marks,
     ProcessesRemain,
@@ -29,7 +29,7 @@ from kvferry.local.processes import (
     end_all,
     wait_gone,
 )
-from kvferry.local.ray_process import _find_pillars, is_of_ray
+from kvferry_local.ray_process import _find_pillars, is_of_ray
 from support.waiting import wait_until
 
 # Of this test process alone: others run the same tests beside it.
@@ -198,7 +198,7 @@ def test_without_a_token_nobody_is_marked_by_an_empty_one(start: Start, marks: M
 
 def test_the_caller_and_its_ancestors_never_belong(marks: Marks) -> None:
     code = (
-        "import pathlib, sys; from kvferry.local.processes import Marks, belonging;"
+        "import pathlib, sys; from kvferry_local.processes import Marks, belonging;"
         "folder = pathlib.Path(sys.argv[1]); print(belonging(Marks(sys.argv[2], folder, (folder,))))"
     )
     # Parent and child both carry every mark; the child asks.

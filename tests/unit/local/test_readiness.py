@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from kvferry.config import GatewayConfig
-from kvferry.local import cluster
-from kvferry.local.child import Interrupted, Pace, StartFailed
-from kvferry.local.progress import NoProgress
-from kvferry.local.ray_process import Ray
-from kvferry.local.run_folder import RunFolder
+from kvferry.errors import Interrupted
+from kvferry_local import cluster
+from kvferry_local.child import Pace, StartFailed
+from kvferry_local.progress import NoProgress
+from kvferry_local.ray_process import Ray
+from kvferry_local.run_folder import RunFolder
 
 TIMEOUT_S = 60.0
 ALL_HERE = {"ready": True, "waiting_for": []}

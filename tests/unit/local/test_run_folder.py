@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.errors import ConfigError, LocalError
-from kvferry.local import run_folder as module
-from kvferry.local.processes import ProcessIdentity
-from kvferry.local.run_folder import (
+from kvferry_local import run_folder as module
+from kvferry_local.processes import ProcessIdentity
+from kvferry_local.run_folder import (
     PATH_LIMIT_BYTES,
     ClusterBusy,
     ClusterRecord,
@@ -47,7 +47,7 @@ RECORD = ClusterRecord(
 HOLD_LOCK = """
 import sys
 from pathlib import Path
-from kvferry.local.run_folder import RunFolder
+from kvferry_local.run_folder import RunFolder
 with RunFolder(Path(sys.argv[1])).locked("up"):
     print("locked", flush=True)
     sys.stdin.read()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry import cli
 from kvferry.config import TlsConfig
-from kvferry.local.status import ClusterStatus, _look_at
 from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry_local import commands
+from kvferry_local.status import ClusterStatus, _look_at
 
 
 async def test_volumes_that_a_keeper_cannot_use_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,6 +30,6 @@ async def test_volumes_that_a_keeper_cannot_use_are_named(capsys: pytest.Capture
         etcd_endpoints=(),
         members=(await _look_at(keeper, TlsConfig(), 0.0),),
     )
-    cli._print_warnings(seen.warnings)
+    commands._print_warnings(seen.warnings)
     assert capsys.readouterr().err == "kvferry: warning: keeper-1 does not use volume /a: /a: Not a directory\n"
     assert seen.as_json()["members"][0]["volume_faults"] == keeper.volume_faults

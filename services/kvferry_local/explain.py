@@ -11,11 +11,11 @@ import httpx
 from kvferry.config import ClusterConfig, parse
 from kvferry.errors import LocalError
 from kvferry.gateway.http.asgi import EXPLAIN_PATH
-from kvferry.local.gateway_access import KEY_VARIABLE, context_of, headers_of, url_of
-from kvferry.local.run_folder import RunFolder
-from kvferry.local.status import NotRunning
 from kvferry.membership.base import MemberKind
 from kvferry.membership.etcd import EtcdMembership
+from kvferry_local.gateway_access import KEY_VARIABLE, context_of, headers_of, url_of
+from kvferry_local.run_folder import RunFolder
+from kvferry_local.status import NotRunning
 
 _TIMEOUT_S = 10.0
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvferry.errors import printable
-from kvferry.local.run_folder import RunFolder
 from kvferry.util.deployment_causes import CAUSE_MARK, GIVEN_UP
+from kvferry_local.run_folder import RunFolder
 
 _READ_BYTES = 32 * 1024
 _FAULT = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|^\S*(Error|Exception|Exit)\b.*:|Killed|out of memory", re.IGNORECASE)

@@ -11,12 +11,12 @@ import grpc
 
 from kvferry.config import ClusterConfig, TlsConfig, entry_of, is_of_entry, parse
 from kvferry.errors import LocalError, UnavailableError
-from kvferry.local.cluster import is_alive
-from kvferry.local.run_folder import ClusterRecord, RunFolder
 from kvferry.membership.base import WORKER_KINDS, Member, MemberKind
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.mutual_tls import channel_to
 from kvferry.wire.v1 import worker_pb2, worker_pb2_grpc
+from kvferry_local.cluster import is_alive
+from kvferry_local.run_folder import ClusterRecord, RunFolder
 
 _DESCRIBE_TIMEOUT_S = 3.0
 _MEMBERS_TIMEOUT_S = 10.0

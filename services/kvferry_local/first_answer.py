@@ -12,7 +12,7 @@ import httpx
 
 from kvferry.config import ClusterConfig
 from kvferry.errors import LocalError
-from kvferry.local.gateway_access import context_of, headers_of, url_of
+from kvferry_local.gateway_access import context_of, headers_of, url_of
 
 QUESTION = "What does a ferry do? Answer in one short sentence."
 _MAX_TOKENS = 48

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 
 from kvferry.config import ROLES, ClusterConfig, RoleConfig
-from kvferry.local.child import Child, Pace, StartFailed, child_environment
-from kvferry.local.processes import ProcessIdentity, belonging, wait_gone
-from kvferry.local.run_folder import RunFolder
 from kvferry.util.addresses import free_port, join_host_port
+from kvferry_local.child import Child, Pace, StartFailed, child_environment
+from kvferry_local.processes import ProcessIdentity, belonging, wait_gone
+from kvferry_local.run_folder import RunFolder
 
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 900.0  # for what hangs: a Ray that gives up is noticed at once

@@ -14,9 +14,9 @@ import httpx
 
 from kvferry.config import TlsConfig
 from kvferry.errors import ConfigError
-from kvferry.local.child import Child, Pace, StartFailed, child_environment
-from kvferry.local.run_folder import RunFolder
 from kvferry.util.addresses import free_port, join_host_port
+from kvferry_local.child import Child, Pace, StartFailed, child_environment
+from kvferry_local.run_folder import RunFolder
 
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 600.0  # for what hangs: an etcd that ends is noticed at once

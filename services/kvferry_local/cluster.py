@@ -28,20 +28,20 @@ from kvferry.config import ClusterConfig, GatewayConfig, parse
 from kvferry.engine.quality_report import check_quality_report
 from kvferry.engine.vllm.rendering.chat_template import read_chat_template
 from kvferry.engine.vllm.start.weights import weights_revision
-from kvferry.errors import ConfigError, LocalError
-from kvferry.local.authority import make_certificates
-from kvferry.local.child import Child, Interrupted, Pace, StartFailed, tail
-from kvferry.local.etcd_process import Etcd, start_etcd
-from kvferry.local.first_answer import FirstAnswer, QuestionRefused, ask
-from kvferry.local.gateway_access import context_of, url_of, why_not_to_ask
-from kvferry.local.log_excerpts import newest_cause, newest_fault, newest_line
-from kvferry.local.processes import ProcessIdentity, belonging, end_all
-from kvferry.local.progress import NoProgress, Progress
-from kvferry.local.ray_process import Ray, engine_environment, is_of_ray, ray_environment, start_ray
-from kvferry.local.run_folder import ClusterBusy, ClusterRecord, RunFolder, run_folder
+from kvferry.errors import ConfigError, Interrupted, LocalError
 from kvferry.pages.geometry.config_json import from_config
 from kvferry.util import plain_yaml, satellites, shared_memory
 from kvferry.util.addresses import free_port, node_address
+from kvferry_local.authority import make_certificates
+from kvferry_local.child import Child, Pace, StartFailed, tail
+from kvferry_local.etcd_process import Etcd, start_etcd
+from kvferry_local.first_answer import FirstAnswer, QuestionRefused, ask
+from kvferry_local.gateway_access import context_of, url_of, why_not_to_ask
+from kvferry_local.log_excerpts import newest_cause, newest_fault, newest_line
+from kvferry_local.processes import ProcessIdentity, belonging, end_all
+from kvferry_local.progress import NoProgress, Progress
+from kvferry_local.ray_process import Ray, engine_environment, is_of_ray, ray_environment, start_ray
+from kvferry_local.run_folder import ClusterBusy, ClusterRecord, RunFolder, run_folder
 
 _POLL_S = 0.5
 _PORT_PATIENCE_S = 2.0

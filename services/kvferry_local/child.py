@@ -9,18 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from kvferry.errors import LocalError
-from kvferry.local.gateway_access import KEY_VARIABLE
-from kvferry.local.processes import TOKEN_VARIABLE, ProcessIdentity
-from kvferry.local.run_folder import RUN_DIR_VARIABLE, RunFolder
+from kvferry.errors import Interrupted, LocalError
+from kvferry_local.gateway_access import KEY_VARIABLE
+from kvferry_local.processes import TOKEN_VARIABLE, ProcessIdentity
+from kvferry_local.run_folder import RUN_DIR_VARIABLE, RunFolder
 
 
 class StartFailed(LocalError):
     """A part did not start; the message names it and ends with its log's last lines."""
-
-
-class Interrupted(LocalError):
-    pass
 
 
 class Child:

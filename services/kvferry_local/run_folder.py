@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ConfigError, LocalError
-from kvferry.local.processes import Marks, ProcessIdentity
 from kvferry.util.shared_memory import RECORDS_FOLDER
+from kvferry_local.processes import Marks, ProcessIdentity
 
 RUN_DIR_VARIABLE = "KVFERRY_RUN_DIR"
 

@@ -1,1 +1,0 @@
-"""A cluster on this machine: etcd, Ray and the application."""

@@ -1,0 +1,3 @@
+"""A whole cluster on this machine."""
+
+__version__ = "0.1.0"
