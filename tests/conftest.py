@@ -112,8 +112,8 @@ async def vllm_pair() -> AsyncIterator[VllmPair]:
         other.listen()
         ports = iter([other.getsockname()[1]])
         patch.setattr(kvferry.engine.vllm.engine, "free_port", lambda host: next(ports, None) or free_port(host))
-        # Pages of a machine that stood still for minutes are read all the same.
-        pair = await start_pair(transfer_lease_s=900)
+        # A machine may stand still for minutes. Longer costs: an engine polls while it keeps pages.
+        pair = await start_pair(transfer_lease_s=300)
     try:
         assert next(ports, None) is None
         yield pair
