@@ -21,7 +21,7 @@ from support.local_machine import Machine, a_machine, assert_nothing_left, liste
 from support.tier_chunks import chunk_files
 from support.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.cluster]
+pytestmark = [pytest.mark.cluster, pytest.mark.ray]
 
 PROMPT = " ".join(f"word{i}" for i in range(200))
 DELETE = """

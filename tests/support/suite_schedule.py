@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class Resources:
     gib: float
 
 
+_FUNCTIONS = Resources(cores=0.125, gib=1.0)
 REAL_CLUSTER = "real_cluster"  # marked both "cluster" and "model"
 # By marker; a test with several markers needs what the first of them says. Units start in this order, so that the
 # longest ones are first. Engines of `shared_pair` live until the end of the process that started them.
@@ -32,8 +34,8 @@ NEEDS: Mapping[str, Resources] = {
     "shared_pair": Resources(cores=1.1, gib=6.0),
     "ray": Resources(cores=1.5, gib=6.0),
     "cluster": Resources(cores=0.6, gib=4.0),
-    "vllm": Resources(cores=0.125, gib=2.0),
-    "": Resources(cores=0.125, gib=1.0),
+    "vllm": Resources(cores=_FUNCTIONS.cores, gib=2.0),
+    "": _FUNCTIONS,
 }
 _PRECEDENCE = ("shared_pair", *NEEDS)
 
@@ -52,9 +54,17 @@ def next_unit(
 ) -> str | None:
     """Return the first unit that fits beside the running ones, or that runs alone.
 
-    `held` are units that are not over and do not run: they have memory, and need no cores.
+    `held` are units that are not over and do not run: they have memory, and need no cores. Where one waits for cores,
+    those after it that need cores wait too: it would run last and alone.
     """
-    return next((unit for unit in sorted(waiting, key=_rank_of) if _fits(unit, running, machine, held)), None)
+    some_wait_for_cores = False
+    for unit in sorted(waiting, key=_rank_of):
+        if some_wait_for_cores and _needs_of(unit).cores > _FUNCTIONS.cores:
+            continue
+        if _fits(unit, running, machine, held):
+            return unit
+        some_wait_for_cores |= _fits(unit, running, Resources(math.inf, machine.gib), held)
+    return None
 
 
 def _fits(unit: str, running: Sequence[str], machine: Resources, held: Sequence[str] = ()) -> bool:

@@ -71,6 +71,16 @@ def test_what_waits_for_a_process_has_its_memory_and_needs_no_cores() -> None:
     assert next_unit(UNITS[1:], [], machine, held=["real_cluster:a"]) == "model:a"
 
 
+def test_what_waits_for_cores_is_not_overtaken_by_what_needs_cores() -> None:
+    assert next_unit(["ray:a", "cluster:a", ":a"], ["model:z"], TWO_CORES) == ":a"
+    assert next_unit(["ray:a", "cluster:a"], ["model:z"], TWO_CORES) is None
+    assert next_unit(["ray:a", "cluster:a"], [":z"], TWO_CORES) == "ray:a"
+    no_memory = Resources(cores=2.5, gib=8.0)
+    assert next_unit(["ray:a", "cluster:a"], [":z"], no_memory, held=["cluster:z"]) is None
+    assert next_unit(["model:a", ":a"], [":z"], no_memory, held=["cluster:z"]) == ":a"
+    assert next_unit(["ray:a", "cluster:a"], ["cluster:z"], Resources(cores=2.5, gib=9.0)) == "cluster:a"
+
+
 def test_a_unit_that_fits_nowhere_runs_alone() -> None:
     nothing = Resources(cores=0.0, gib=0.0)
     assert next_unit(["model:a"], [], nothing) == "model:a"
