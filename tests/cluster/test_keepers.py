@@ -23,7 +23,8 @@ from support.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ray]
 
-PROMPT = " ".join(f"word{i}" for i in range(200))
+PROMPTS = [" ".join(f"word{i}" for i in range(start, start + 200)) for start in range(0, 24_000, 1000)]
+PROMPT = PROMPTS[0]
 DELETE = """
 import ray, sys
 from ray import serve
@@ -96,7 +97,8 @@ def test_pages_outlive_a_cluster_and_its_keeper_does_not(machine: Machine, tmp_p
     (keeper,) = members(machine, "keeper")
     assert len(members(machine, "prefill")) == len(members(machine, "decode")) == 1
     text = ask(machine)
-    wait_until(lambda: len(chunk_files(volume)) >= 6, what="pages on the volume")
+    others = [asked(machine, prompt).json()["choices"] for prompt in PROMPTS[1:]]
+    wait_until(lambda: len(chunk_files(volume)) >= 6 * len(PROMPTS), what="pages on the volume")
 
     # Killed, it is started anew by Ray, registered, and found by the engines.
     os.kill(keeper["pid"], signal.SIGKILL)
@@ -119,8 +121,20 @@ def test_pages_outlive_a_cluster_and_its_keeper_does_not(machine: Machine, tmp_p
     assert fault in started.stderr
     assert fault in machine.run("status").stderr
     # A gateway is ready before it has heard of a keeper, and computes until then.
-    wait_until(lambda: reading(machine, "kvferry_volume_pages") >= 6, what="chunks that the gateway knows")
+    num_chunks = len(chunk_files(volume))
+    wait_until(lambda: reading(machine, "kvferry_volume_pages") >= num_chunks, what="chunks that the gateway knows")
     assert ask(machine) == text
+    # What an engine computes, because its keeper is not there yet or late, it never reads: others are asked for.
+    unread = zip(PROMPTS[1:], others, strict=True)
+
+    def one_is_read() -> bool:
+        prompt, choices = next(unread)
+        answer = asked(machine, prompt).json()
+        assert answer["choices"][0]["text"] == choices[0]["text"]
+        num_cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return num_cached >= 192
+
+    wait_until(one_is_read, what="a prompt from the volume")
     wait_until(lambda: cached_tokens(machine, "volume") >= 192, what="tokens from the volume")
 
     # Deployed anew with other settings and without a volume that can be used, the workers replace the keeper they find.
