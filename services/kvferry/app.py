@@ -171,7 +171,6 @@ async def ensure_keeper(values: dict[str, Any]) -> None:
     Never raises: engines serve without a keeper and connect once it is there.
     """
     node_id = ray.get_runtime_context().get_node_id()
-    fault = f"it did not start within {KEEPER_START_S:g} s, or is replaced again and again"
     try:
         async with asyncio.timeout(KEEPER_START_S):
             while True:
@@ -204,7 +203,9 @@ async def ensure_keeper(values: dict[str, Any]) -> None:
                     ray.kill(keeper, no_restart=True)
                 await asyncio.sleep(HEALTH_PERIOD_S)  # until its name is free
     except TimeoutError:
-        pass
+        fault = f"it did not start within {KEEPER_START_S:g} s, or is replaced again and again"
+    except ConfigError as error:  # the package of keepers is missing on this node alone
+        fault = error.message
     if fault:
         log.error("this node's keeper does not serve: %s; pages of volumes are computed until it does", fault)
 

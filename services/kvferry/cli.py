@@ -26,7 +26,6 @@ R = TypeVar("R")
 
 _INTERRUPTED_EXIT_CODE = 130
 
-
 # Commands of other distributions, which register them as entry points of the group `kvferry.commands`.
 _DISTRIBUTIONS = {
     **dict.fromkeys(("down", "explain", "status", "up"), "kvferry-local"),

@@ -84,7 +84,7 @@ class LocalError(KvferryError):
 
 
 class Interrupted(LocalError):
-    """By a signal."""
+    """A signal ended it."""
 
 
 class RequestError(KvferryError):

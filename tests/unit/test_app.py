@@ -15,10 +15,21 @@ from kvferry import app
 from kvferry import config as configuration
 from kvferry.errors import ConfigError, KvferryError
 from kvferry.hub_model import marker
+from kvferry.util import satellites
 
 
 def values(**changes: Any) -> dict[str, Any]:
     return {"engine": {"kind": "sim"}, "membership": {"endpoints": ["etcd:2379"]}, **changes}
+
+
+async def test_an_engine_starts_on_a_node_without_the_package_of_keepers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(satellites, "entry_points", lambda **_: ())
+    satellites._load.cache_clear()
+    await app.ensure_keeper({})
+    assert "this node's keeper does not serve: tier.volumes: keepers are the package kvferry-keeper" in caplog.text
 
 
 def deployments(application: Application) -> dict[str, Any]:

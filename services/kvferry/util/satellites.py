@@ -15,12 +15,12 @@ def simulator() -> Any:
 
 
 def keeper() -> Any:
-    """As `simulator`, of kvferry_keeper."""
+    """Return kvferry_keeper.entry. Raises ConfigError likewise."""
     return _load("kvferry.keepers", "keeper", "tier.volumes", "tier.volumes: keepers are the package kvferry-keeper")
 
 
 def named_folder() -> Any:
-    """Return kvferry_local's, or None."""
+    # kvferry_local's function, or None where that package is not installed.
     return next((entry.load() for entry in entry_points(group="kvferry.local", name="named_folder")), None)
 
 

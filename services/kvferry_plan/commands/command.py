@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 import click
 
 from kvferry import model_folder
+from kvferry.cli import reported
 from kvferry.engine.vllm.model_kinds import ARCHITECTURES
-from kvferry.errors import ConfigError, KvferryError
+from kvferry.errors import ConfigError
 from kvferry.util import plain_yaml
 from kvferry_plan import model_catalogue
 from kvferry_plan.commands import inputs, report
@@ -40,26 +39,12 @@ from kvferry_plan.planner.question import MAX_GPUS, Question, priced
 from kvferry_plan.planner.roofline import Engine
 from kvferry_plan.planner.sizing import Candidate
 
-P = ParamSpec("P")
-
 _CONTEXT_TOKENS = 8192
 _TTFT_S = 2.0
 _PROMPT_TOKENS_S = 1000.0  # where no objective is given, longer prompts have a TTFT of a second for each of these
 _TPOT_S = 0.05
 _EMITTED = ("values.yaml", "serve.yaml", "vllm")
 _LISTS = ("gpus", "profiles", "rules", "settings")
-
-
-def _reported(command: Callable[P, None]) -> Callable[P, None]:
-    @functools.wraps(command)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except KvferryError as error:
-            click.echo(f"kvferry: {error.message}", err=True)
-            sys.exit(2 if isinstance(error, ConfigError) else 1)
-
-    return wrapper
 
 
 @click.command(name="plan")
@@ -123,7 +108,7 @@ def _reported(command: Callable[P, None]) -> Callable[P, None]:
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="With --emit serve.yaml: any setting.")
 @click.option("--published", "show_published", is_flag=True, help="List published figures that arithmetic contradicts.")
 @click.option("--list", "listed", type=click.Choice(_LISTS), help="Show the planner's data.")
-@_reported
+@reported
 def plan_command(model: str | None, show_published: bool, listed: str | None, **options: Any) -> None:
     """Plan a deployment of MODEL: how many GPUs of which kind, split how, and what binds.
 
