@@ -159,6 +159,7 @@ async def run(
 ) -> None:
     engine_arguments.CONNECTOR_MODULE = vllm_engine.CONNECTOR_MODULE = "bench.faulty_transfers"
     engine_arguments.CONNECTOR_CLASS = vllm_engine.CONNECTOR_CLASS = "FaultyConnector"
+    engine_arguments.TRANSFER_LEASE_S = LEASE_S
     os.environ[FAULTS_VARIABLE] = json.dumps({"seed": seed, "odds": odds})
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     results.add({"machine": machine, "seed": seed, "odds": odds})
@@ -168,7 +169,7 @@ async def run(
     def note_prefill() -> None:
         children.update(child_processes())
 
-    pair = await start_pair(transfer_lease_s=LEASE_S, on_prefill=note_prefill)
+    pair = await start_pair(on_prefill=note_prefill)
     begun_s = time.monotonic()
     fuzz = Fuzz(pair, seed)
     try:

@@ -100,14 +100,7 @@ CONFIGURED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 # Keys of `model` for models of TESTED.
-YARN: Mapping[str, Any] = {
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 1_000_000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 512,
-    }
-}
+YARN: Mapping[str, Any] = {"rope_parameters": {"factor": 4.0, "original_max_position_embeddings": 512}}
 OVERRIDDEN: Mapping[str, Mapping[str, Any]] = {
     name: {"hf_overrides": YARN} for name in ("qwen2-yarn", "qwen3-yarn", "qwen3-moe-yarn")
 }

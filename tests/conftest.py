@@ -22,6 +22,7 @@ import pytest
 import pytest_asyncio
 
 import kvferry.engine.vllm.engine
+import kvferry.engine.vllm.start.arguments
 from bench.vllm_engines import VllmPair, start_pair
 from kvferry.util.addresses import free_port
 from support.engine_forks import forked_engines
@@ -113,7 +114,8 @@ async def vllm_pair() -> AsyncIterator[VllmPair]:
         ports = iter([other.getsockname()[1]])
         patch.setattr(kvferry.engine.vllm.engine, "free_port", lambda host: next(ports, None) or free_port(host))
         # A machine may stand still for minutes. Longer costs: an engine polls while it keeps pages.
-        pair = await start_pair(transfer_lease_s=300)
+        patch.setattr(kvferry.engine.vllm.start.arguments, "TRANSFER_LEASE_S", 300)
+        pair = await start_pair()
     try:
         assert next(ports, None) is None
         yield pair

@@ -95,7 +95,7 @@ class Keeper:
         self._clock = clock
         self.tracing: Tracing | None = None
         self.keeper_id = keeper_id or f"keeper-{secrets.token_hex(4)}"
-        self._volume_set = VolumeSet(config.queue_mib << 20, clock)
+        self._volume_set = VolumeSet(clock)
         self._jobs = JobTable(clock)
         self._runner = JobRunner(self._volume_set, self._jobs, remote, clock)
         self._volume_feeds: dict[str, VolumeFeed] = {}

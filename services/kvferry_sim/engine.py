@@ -187,7 +187,6 @@ class SimEngine:
                 engine_id=engine_id,
                 keeper_socket=self._keeper_socket,
                 volume_pool=self._volume_pool,
-                queue_bytes=self._tier_config.queue_mib << 20,
             )
         self._info = EngineInfo(
             engine_id=engine_id,

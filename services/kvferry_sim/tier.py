@@ -82,7 +82,6 @@ class SimTier:
         engine_id: str,
         keeper_socket: str = "",
         volume_pool: str = "",
-        queue_bytes: int,
     ) -> None:
         self.num_rows = num_rows
         self._page_bytes = page_bytes
@@ -103,9 +102,7 @@ class SimTier:
         self._client: KeeperClient | None = None
         if keeper_socket:
             region = Region(self._fd, num_rows, self._row_bytes)
-            self._client = KeeperClient(
-                keeper_socket, region, layout, engine_id=engine_id, pool=volume_pool, max_queued_bytes=queue_bytes
-            )
+            self._client = KeeperClient(keeper_socket, region, layout, engine_id=engine_id, pool=volume_pool)
             self._client.start()
 
     def __repr__(self) -> str:

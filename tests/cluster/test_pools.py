@@ -25,8 +25,8 @@ from .test_tenants import IN_ETCD, admin_of, events_of
 
 ROLES = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
 FINANCE = {**ROLES, "dedicated": True, "served_name": "finance-model"}
-OPEN = {**ROLES, "served_name": "sim-fp8", "kv_cache_dtype": "fp8"}
-POOLS_OF = {"finance": FINANCE, "fp8": OPEN}
+OPEN = {**ROLES, "served_name": "sim-open"}
+POOLS_OF = {"finance": FINANCE, "open": OPEN}
 
 
 async def key_of(cluster: SimCluster, name: str, pool: str = "", *, operator: bool = True) -> str:
@@ -78,13 +78,13 @@ async def test_a_dedicated_tenant_is_served_in_its_pool_and_nobody_else_is() -> 
         assert seen == {"bank": members(cluster, "finance"), "other": members(cluster, "")}
         # The name of a dedicated pool lets nobody in, and a tenant with a pool does not get out by another's.
         assert (await ask(http, bank, model="finance-model")).status_code == 200
-        for key, name in ((other, "finance-model"), (bank, "sim-fp8")):
+        for key, name in ((other, "finance-model"), (bank, "sim-open")):
             refused, unknown = await ask(http, key, model=name), await ask(http, key, model="no-such")
             assert refused.status_code == 404
             assert refused.json()["error"]["message"].replace(name, "no-such") == unknown.json()["error"]["message"]
         await cluster.until_quiet()
         for host, engine in cluster.workers:
-            is_used = host.member.pool != "fp8"
+            is_used = host.member.pool != "open"
             assert bool(engine.stats().prompt_tokens.total) == is_used, "no engine but those named saw a prompt"
 
 
@@ -92,12 +92,12 @@ async def test_a_name_leads_to_its_pool_and_is_listed_only_for_those_who_may_use
     async with running(gateway=IN_ETCD, pools=POOLS_OF) as cluster, client(cluster) as http:
         bank, other = await key_of(cluster, "bank", "finance"), await key_of(cluster, "bystander")
         await settled(http, bank)
-        answer = await ask(http, other, model="sim-fp8")
-        assert workers_of(answer) == members(cluster, "fp8")
-        assert answer.json()["model"] == "sim-fp8"
+        answer = await ask(http, other, model="sim-open")
+        assert workers_of(answer) == members(cluster, "open")
+        assert answer.json()["model"] == "sim-open"
         explained = await http.get(f"/kvferry/v1/requests/{answer.json()['id']}", headers=bearer(other))
-        assert explained.json()["requests"][0]["pool"] == "fp8"
-        names = {bank: [MODEL, "finance-model"], other: [MODEL, "sim-fp8"]}
+        assert explained.json()["requests"][0]["pool"] == "open"
+        names = {bank: [MODEL, "finance-model"], other: [MODEL, "sim-open"]}
         async with grpc_to(cluster) as channel:
             for key, wanted in names.items():
                 listed = (await http.get("/v1/models", headers=bearer(key))).json()["data"]
@@ -105,7 +105,7 @@ async def test_a_name_leads_to_its_pool_and_is_listed_only_for_those_who_may_use
                 metadata = tuple(bearer(key).items())
                 over_grpc = await stub_on(channel).ListModels(pb.ListModelsRequest(), metadata=metadata)
                 assert [each.name for each in over_grpc.models] == wanted
-                for name in ("finance-model", "sim-fp8"):
+                for name in ("finance-model", "sim-open"):
                     status = (await http.get(f"/v1/models/{name}", headers=bearer(key))).status_code
                     assert status == (200 if name in wanted else 404)
 
@@ -170,7 +170,7 @@ async def test_a_pool_without_workers_is_named_and_no_other_pool_steps_in() -> N
         assert ready["pools"] == {
             "default": {"prefill": 1, "decode": 2},
             "finance": {"prefill": 1, "decode": 0},
-            "fp8": {"prefill": 1, "decode": 1},
+            "open": {"prefill": 1, "decode": 1},
         }
         assert len(ready["members"]) == 6
         of_bank = (await http.get("/readyz", headers=bearer(bank))).json()
@@ -199,7 +199,7 @@ async def test_a_full_pool_holds_up_no_other_and_borrows_none() -> None:
         for host in cluster.in_pool(""):
             host.server._max_requests = 0
         assert (await ask(http, other)).status_code == 429, "it waits for its own pool only"
-        waiting = [asyncio.create_task(ask(http, other, model=name)) for name in (MODEL, "sim-fp8") for _ in range(3)]
+        waiting = [asyncio.create_task(ask(http, other, model=name)) for name in (MODEL, "sim-open") for _ in range(3)]
         answers = await asyncio.gather(*(ask(http, bank) for _ in range(4)))
         assert [answer.status_code for answer in answers] == [200] * 4
         statuses = [answer.status_code for answer in await asyncio.gather(*waiting)]
@@ -252,7 +252,7 @@ async def test_a_change_of_the_pool_counts_for_the_next_requests() -> None:
         assert cluster.gateway is not None
         directory = cluster.gateway.identification.directory
         assert workers_of(await settled(http, key)) == members(cluster, "")
-        for pool in ("finance", "fp8", ""):
+        for pool in ("finance", "open", ""):
             await admin.set_contract("bank", pool=pool)
             await until(lambda pool=pool: directory.record("bank").pool == pool)  # type: ignore[union-attr,misc]
             assert workers_of(await ask(http, key)) == members(cluster, pool)
@@ -266,7 +266,7 @@ async def test_a_change_of_the_pool_counts_for_the_next_requests() -> None:
 async def test_without_keys_names_lead_to_pools_that_are_not_dedicated() -> None:
     async with running(pools=POOLS_OF) as cluster, client(cluster) as http:
         assert workers_of(await ask(http)) == members(cluster, "")
-        assert workers_of(await ask(http, model="sim-fp8")) == members(cluster, "fp8")
+        assert workers_of(await ask(http, model="sim-open")) == members(cluster, "open")
         assert (await ask(http, model="finance-model")).status_code == 404
 
 
@@ -281,7 +281,7 @@ async def test_workers_refuse_requests_of_other_pools() -> None:
         candidates = gateway.worker_pool.candidates
 
         def of_all(kind: MemberKind, pool: str) -> list[Any]:
-            return [each for every in ("", "fp8") for each in candidates(kind, every)]
+            return [each for every in ("", "open") for each in candidates(kind, every)]
 
         gateway.worker_pool.candidates = of_all  # type: ignore[method-assign]
         before = sum(engine.stats().prompt_tokens.total for _, engine in cluster.workers)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -384,13 +385,14 @@ async def test_a_volume_that_hangs_fills_or_disappears_under_load_fails_nobody(
 async def test_a_pools_pages_lie_on_its_own_volumes_and_are_loaded_by_its_engines_only(
     tmp_path: Path, sockets: Path
 ) -> None:
-    role = {"prefill": {"replicas": 0}, "decode": {"replicas": 1}}
+    role: dict[str, dict[str, Any]] = {"prefill": {"replicas": 0}, "decode": {"replicas": 1}}
+    ranks = {"engine": {"tensor_parallel_size": 2}}
     plain = config_with(tmp_path / "common", sockets).model_dump(mode="json")
     plain["tier"]["volumes"].append({"path": str(tmp_path / "own"), "capacity_gib": 0.1, "pool": "own"})
     plain["pools"] = {
         "own": {**role, "served_name": "m-own"},
         "shared": {**role, "served_name": "m-shared"},
-        "fp8": {**role, "served_name": "m-fp8", "kv_cache_dtype": "fp8"},
+        "wide": {name: {**each, **ranks} for name, each in role.items()} | {"served_name": "m-wide"},
     }
     config = configuration.parse(plain)
 
@@ -402,7 +404,7 @@ async def test_a_pools_pages_lie_on_its_own_volumes_and_are_loaded_by_its_engine
         async def add_workers() -> None:
             for pool in ("", *config.pools):
                 _, engine = await add_worker(cluster, kept, pool)
-                if pool != "fp8":
+                if pool != "wide":
                     await until(lambda engine=engine: has_keeper(engine))  # type: ignore[misc]
             await until(lambda: len(cluster.gateway.readiness().members) == 4)  # type: ignore[union-attr]
 
@@ -410,7 +412,7 @@ async def test_a_pools_pages_lie_on_its_own_volumes_and_are_loaded_by_its_engine
         gateway = cluster.gateway
         assert gateway is not None
         await add_workers()
-        assert not has_keeper(cluster.workers[-1][1]), "pages of another dtype need a volume of their own"
+        assert not has_keeper(cluster.workers[-1][1]), "pages of other ranks need a volume of their own"
         _, values = await ask(cluster, model="m-own")
         num_pages = values["usage"]["prompt_tokens"] // PAGE  # type: ignore[index]
         await until(lambda: chunks_on("own") >= num_pages)
@@ -422,11 +424,11 @@ async def test_a_pools_pages_lie_on_its_own_volumes_and_are_loaded_by_its_engine
         by_pool = {host.member.pool: engine for host, engine in cluster.workers}
         await ask(cluster)
         await ask(cluster, model="m-shared")
-        await ask(cluster, model="m-fp8")
-        assert [by_pool[pool].stats().cached_tokens.volume for pool in ("", "fp8")] == [0, 0]
+        await ask(cluster, model="m-wide")
+        assert [by_pool[pool].stats().cached_tokens.volume for pool in ("", "wide")] == [0, 0]
         await ask(cluster, model="m-own")
         assert by_pool["own"].stats().cached_tokens.volume >= 0.95 * num_pages * PAGE
-        # A pool that has no volume of its own, and pages of the same dtype, shares those of the default pool.
+        # A pool that has no volume of its own, and as many ranks, shares those of the default pool.
         await until(lambda: chunks_on("common") >= num_pages)
         assert set(gateway.keeper_volumes.costs("own")) != set(gateway.keeper_volumes.costs())
 

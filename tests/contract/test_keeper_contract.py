@@ -32,7 +32,7 @@ from kvferry_keeper.keeper import Keeper
 from kvferry_keeper.store.direct_io import Fault, Operation
 from kvferry_keeper.store.outcome import Outcome
 from kvferry_keeper.store.volume import Volume
-from kvferry_keeper.volumes import volume_io
+from kvferry_keeper.volumes import volume_io, volume_set
 from kvferry_keeper.volumes.breaker import BreakerState, Cause
 from support.tier_keeper import Engine, KeeperProcess, SwitchableIo, engine, keeping, tier_config
 from support.tier_rows import Rows, key_of, layout_of, rows_of
@@ -643,7 +643,8 @@ async def test_the_queue_is_bounded_and_reads_go_first(
 ) -> None:
     monkeypatch.setattr(volume_io, "NUM_IO_THREADS", 1)
     io, gate = SwitchableIo(), threading.Event()
-    config = tier_config(tmp_path, queue_mib=1)
+    monkeypatch.setattr(volume_set, "MAX_QUEUED_WRITE_BYTES", 1 << 20)
+    config = tier_config(tmp_path)
     async with keeping(config, [io]) as keeper, engine_of(keeper, rows) as a:
         await a.store(CHUNKS)
         await a.sees(CHUNKS)

@@ -6,6 +6,7 @@ That pages with them survive transfers and volumes is a row of `tests/model/test
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ pytestmark = [pytest.mark.model]
 NUM_TOKENS = 16
 CONTEXT = 2048  # four times that of config.json
 ANSWER = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-PARAMETERS = YARN["rope_parameters"]
+# As vLLM and transformers have them.
+PARAMETERS = {"rope_type": "yarn", "rope_theta": 1_000_000.0, **YARN["rope_parameters"]}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ async def test_gateways_have_the_context_of_the_overrides(folder: Path) -> None:
 def test_pages_and_chunks_of_other_rotations_are_others(folder: Path) -> None:
     from kvferry.engine.vllm.plugins.tier.chunk_layout import layout_fields
 
-    other = {"rope_parameters": {**PARAMETERS, "factor": 4.5}, "max_position_embeddings": CONTEXT}
+    other = {"rope_parameters": {**YARN["rope_parameters"], "factor": 4.5}}
     layouts = {
         layout_fields(
             vllm_config_of(folder, ModelConfig(path=str(folder), max_model_len=512, **values)),
@@ -116,18 +118,22 @@ def test_pages_and_chunks_of_other_rotations_are_others(folder: Path) -> None:
     assert len(layouts) == 3
 
 
-def test_a_base_that_is_not_the_models_is_refused(folder: Path) -> None:
+def test_the_base_is_the_models(folder: Path, tmp_path: Path) -> None:
     """vLLM takes the parameters whole: without `rope_theta` it would take 10,000."""
-    from kvferry.engine.vllm.start.start_checks import check_rope_theta
+    from kvferry.engine.vllm.rendering.text_model import hf_overrides
 
-    def check(theta: float) -> None:
-        overrides = {"rope_parameters": {**PARAMETERS, "rope_theta": theta}}
-        check_rope_theta(str(folder), ModelConfig(path=str(folder), hf_overrides=overrides))
+    config = json.loads((folder / "config.json").read_text())
 
-    check(1_000_000)
-    with pytest.raises(ConfigError, match=r"rope_theta: 10000, and config\.json has 1e\+06"):
-        check(10_000)
-    check_rope_theta(str(folder), ModelConfig(path=str(folder)))
+    def overrides(**changed: Any) -> dict[str, Any]:
+        (tmp_path / "config.json").write_text(json.dumps(config | changed))
+        return hf_overrides(str(tmp_path), ModelConfig(path=str(tmp_path), hf_overrides=YARN))
+
+    assert overrides() == {"max_position_embeddings": CONTEXT, "rope_parameters": PARAMETERS}
+    other = overrides(rope_parameters={"rope_type": "default", "rope_theta": 5_000_000})
+    assert other["rope_parameters"] == PARAMETERS | {"rope_theta": 5_000_000.0}
+    assert hf_overrides(str(tmp_path), ModelConfig(path=str(tmp_path))) == {}
+    with pytest.raises(ConfigError, match=r"model\.hf_overrides: the model's config\.json has no rope_theta"):
+        overrides(architectures=["OPTForCausalLM"], model_type="opt", rope_parameters=None)
 
 
 def test_vllm_takes_the_parameters_whole(folder: Path) -> None:

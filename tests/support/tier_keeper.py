@@ -79,7 +79,6 @@ async def keeping(
 
 @contextlib.contextmanager
 def engine(path: Path | str, rows: Rows, layout: ChunkLayout, engine_id: str = "e", **options: Any) -> Iterator[Engine]:
-    options.setdefault("max_queued_bytes", 512 << 20)
     client = KeeperClient(str(path), rows.region, layout, engine_id=engine_id, **options)
     client.start()
     try:

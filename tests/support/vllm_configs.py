@@ -11,15 +11,18 @@ from kvferry.config import EngineConfig, ModelConfig
 def vllm_config_of(folder: Path, model: ModelConfig | None = None, engine: EngineConfig | None = None) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    from kvferry.engine.vllm.rendering.text_model import hf_overrides
     from kvferry.engine.vllm.start.arguments import engine_arguments
 
+    model = model or ModelConfig()
     arguments = engine_arguments(
         str(folder),
-        model or ModelConfig(),
+        model,
         engine or EngineConfig(),
         kv_transfer={"kv_role": "kv_consumer"},
         events_endpoint="ipc:///tmp/a",
         replay_endpoint="ipc:///tmp/b",
+        hf_overrides=hf_overrides(str(folder), model),
     )
     for name in ("kv_transfer_config", "kv_events_config", "worker_extension_cls"):
         arguments.pop(name)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.config import MAX_POOLS, ClusterConfig, TierConfig, entry_of, is_of_entry, load, parse
-from kvferry.config.section import KEY_TO_CONSTANT
+from kvferry.config.section import KEY_TO_CONSTANT, PATTERN_TO_RULE
 from kvferry.errors import ConfigError
 from kvferry.util import satellites
 
@@ -380,11 +380,12 @@ def test_auto_is_the_address_of_each_node() -> None:
 
 def test_a_role_has_an_engine_of_its_own_where_it_says_so() -> None:
     config = parse(
-        {"engine": {"max_num_seqs": 32}, "decode": {"engine": {"max_num_seqs": 256, "enforce_eager": False}}}
+        {"engine": {"max_num_seqs": 32}, "decode": {"engine": {"max_num_seqs": 256, "max_num_batched_tokens": 512}}}
     )
     assert config.engine_of("prefill").max_num_seqs == 32
     assert config.engine_of("decode").max_num_seqs == 256
-    assert config.engine_of("decode").enforce_eager is False
+    assert config.engine_of("prefill").max_num_batched_tokens is None
+    assert config.engine_of("decode").max_num_batched_tokens == 512
     assert "decode.engine.block_size" in fault(decode={"engine": {"block_size": 16}})
 
 
@@ -470,7 +471,7 @@ def test_a_value_of_the_wrong_kind_is_told_in_words_of_yaml(flag: str, said: str
         ({"pools": {"x" * 32: {}}}, "at most 31"),
         ({"pools": {f"p{i}": {} for i in range(MAX_POOLS + 1)}}, f"pools: 17 pools; {MAX_POOLS} is the limit"),
         ({"pools": {"a": {"decode": {"replica": 1}}}}, "pools.a.decode.replica: unknown key (value 1); did you mean"),
-        ({"pools": {"a": {"name": 1}}}, "Allowed here: decode, dedicated, kv_cache_dtype, prefill, served_name"),
+        ({"pools": {"a": {"name": 1}}}, "Allowed here: decode, dedicated, prefill, served_name"),
         (
             {"model": {"served_name": "m"}, "pools": {"a": {"served_name": "m"}}},
             "pools.a.served_name: 'm' is the name of the default pool",
@@ -619,6 +620,22 @@ def test_a_setting_that_became_a_constant_names_it(key: str, constant: str) -> N
     for part in reversed(key.split(".")):
         values = {part: values}
     assert fault(**values) == f"{key}: no longer a setting (value 1): the limit is {constant}"
+    if key.startswith("engine."):
+        assert fault(models=[{"name": "a", **values}]).startswith(f"models[0].{key}: no longer a setting (value 1)")
+
+
+@pytest.mark.parametrize(("pattern", "rule"), PATTERN_TO_RULE.items())
+def test_a_setting_that_follows_from_others_says_so(pattern: str, rule: str) -> None:
+    places = ("a",)
+    if pattern.startswith("*.engine."):
+        places = ("prefill", "decode", "pools.a.decode", "models[0].prefill")
+    elif pattern.startswith("*model."):
+        places = ("", "models[0].")
+    for key in (pattern.replace("*", place) for place in places):
+        values: Any = 1
+        for part in reversed(key.replace("models[0]", "models").split(".")):
+            values = {part: [{"name": "a", **values}] if part == "models" else values}
+        assert fault(**values) == f"{key}: no longer a setting (value 1): {rule}"
 
 
 def test_shares_of_100_per_cent_are_taken_whatever_their_sum_is_in_binary() -> None:
@@ -715,10 +732,10 @@ def test_a_default_model_has_workers_or_is_the_only_one(sections: dict[str, Any]
     ],
 )
 def test_an_untested_dtype_of_pages_is_refused_with_the_reason(dtype: str, said: str) -> None:
-    for message in (fault(engine={"kv_cache_dtype": dtype}), fault(pools={"a": {"kv_cache_dtype": dtype}})):
-        assert said in message
-        assert "fp8, fp8_e4m3 or fp8_e5m2 by simulated engines alone" in message
-        assert message.endswith(f"not '{dtype}'")
+    message = fault(engine={"kv_cache_dtype": dtype})
+    assert said in message
+    assert "fp8, fp8_e4m3 or fp8_e5m2 by simulated engines alone" in message
+    assert message.endswith(f"not '{dtype}'")
 
 
 def test_a_pool_has_engines_of_its_own() -> None:
@@ -726,17 +743,13 @@ def test_a_pool_has_engines_of_its_own() -> None:
         {
             "engine": {"kind": "sim", "max_num_seqs": 8},
             "prefill": {"engine": {"max_num_seqs": 4}},
-            "pools": {
-                f"p{i}": {"kv_cache_dtype": "bfloat16", "decode": {"replicas": 3, "engine": {"max_num_seqs": 2}}}
-                for i in range(MAX_POOLS)
-            },
+            "pools": {f"p{i}": {"decode": {"replicas": 3, "engine": {"max_num_seqs": 2}}} for i in range(MAX_POOLS)},
         }
     )
     assert parse(config.model_dump(mode="json")) == config
     engine = config.engine_of("decode", "p3")
-    assert (engine.kv_cache_dtype, engine.max_num_seqs, engine.block_size) == ("bfloat16", 2, config.engine.block_size)
+    assert (engine.max_num_seqs, engine.block_size) == (2, config.engine.block_size)
     assert config.engine_of("prefill", "p3").max_num_seqs == 8, "not that of the default pool's role"
-    assert config.engine_of("prefill").kv_cache_dtype == "auto"
     assert config.role_of("decode", "p3").replicas == 3
     assert load(environ={"KVFERRY__POOLS__A__DEDICATED": "true"}).pools["a"].dedicated
 
@@ -750,8 +763,6 @@ def test_a_pool_has_engines_of_its_own() -> None:
         ("shared", ["", "own"], ""),
         ("shared", ["own"], None),
         ("alone", ["", "own"], None),
-        ("fp8", ["", "own"], None),
-        ("fp8", ["", "fp8"], "fp8"),
     ],
 )
 def test_which_volumes_a_pool_uses(pool: str, owners: list[str], volumes: str | None) -> None:
@@ -761,7 +772,6 @@ def test_which_volumes_a_pool_uses(pool: str, owners: list[str], volumes: str | 
                 "own": {"dedicated": True},
                 "alone": {"dedicated": True},
                 "shared": {},
-                "fp8": {"kv_cache_dtype": "fp8"},
             },
             "tier": {
                 "enabled": True,
@@ -775,20 +785,16 @@ def test_which_volumes_a_pool_uses(pool: str, owners: list[str], volumes: str | 
     assert config.volumes_of(pool) == volumes
 
 
-@pytest.mark.parametrize("section", ["engine", "pools.a"])
-def test_pages_of_another_dtype_than_the_model_is_computed_in_are_refused(section: str) -> None:
+def test_pages_of_another_dtype_than_the_model_is_computed_in_are_refused() -> None:
     def sections(dtype: str, of_pages: str, **engine: str) -> dict[str, Any]:
-        values = {"kv_cache_dtype": of_pages}
-        if section == "engine":
-            return {"model": {"dtype": dtype}, "engine": {**engine, **values}}
-        return {"model": {"dtype": dtype}, "engine": engine, "pools": {"a": values}}
+        return {"model": {"dtype": dtype}, "engine": {**engine, "kv_cache_dtype": of_pages}}
 
     for dtype, of_pages, computed in (
         ("auto", "bfloat16", "float32"),
         ("bfloat16", "float16", "bfloat16"),
     ):
         said = fault(**sections(dtype, of_pages))
-        assert f"{section}.kv_cache_dtype: allowed are auto, and {of_pages} with model.dtype: {of_pages}." in said
+        assert f"engine.kv_cache_dtype: allowed are auto, and {of_pages} with model.dtype: {of_pages}." in said
         assert f"The model is computed in {computed}" in said
         assert ("(model.dtype: auto, on a CPU)" in said) == (dtype == "auto")
     parse(sections("bfloat16", "bfloat16"))

@@ -197,10 +197,14 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
     "operator/volumes.md": [("It also refuses for {} minutes", "kvferry_keeper.store.folder:ALIVE_FOR_S/minutes")],
     "operator/tier-settings.md": [
         ("| `cpu_gib` | GiB | {} |", "config:tier.cpu_gib"),
+        ("take at most {} MiB, those of one engine", "keeper.client_jobs:MAX_QUEUED_BYTES/MiB"),
         ("Each volume has {} threads", "kvferry_keeper.volumes.volume_io:NUM_IO_THREADS"),
         ("at most {} tokens; simulated engine", "engine.vllm.plugins.tier.tier_connector:_MAX_CHUNK_TOKENS"),
     ],
-    "operator/metrics.md": [("the first of {}\neach that are tried", "observability.metrics_listener:NUM_PORTS")],
+    "operator/metrics.md": [
+        ("the first of {}\neach that are tried", "observability.metrics_listener:NUM_PORTS"),
+        ("`queue_full`: {} MiB of writes wait", "kvferry_keeper.volumes.volume_set:MAX_QUEUED_WRITE_BYTES/MiB"),
+    ],
     "contributor/architecture/failures.md": [
         ("with {} MiB waiting, its requests", "link.outgoing_queue:MAX_PENDING_BYTES/MiB"),
         ("after {} s of silence its link ends", "link.flow_control:SILENCE_LIMIT_S"),
@@ -225,7 +229,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
             "link.flow_control:MAX_UNREAD_MESSAGES",
             "link.flow_control:MAX_UNREAD_BYTES/MiB",
         ),
-        ("under a lease ({} s, renewed by the decode engine)", "config:engine.transfer_lease_s"),
+        ("under a lease ({} s, renewed by the decode engine)", "engine.vllm.start.arguments:TRANSFER_LEASE_S"),
         ("is cut with {} MiB unread", "gateway.unread_answers:MAX_STREAM_BYTES/MiB"),
         ("the client reads nothing for {} s", "gateway.unread_answers:STALL_S"),
     ],

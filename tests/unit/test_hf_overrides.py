@@ -13,23 +13,22 @@ from kvferry.errors import ConfigError
 from kvferry.link.identity.protocol import why_incompatible
 from kvferry.link.identity.served_model import identity
 
-ROPE = {"rope_type": "yarn", "rope_theta": 1000000, "factor": 4, "original_max_position_embeddings": 32768}
+ROPE = {"factor": 4, "original_max_position_embeddings": 32768}
 
 
-def parsed(rope: dict[str, Any] | None = None, *, context: int | None = None, **sections: Any) -> ClusterConfig:
-    overrides = {"rope_parameters": ROPE if rope is None else rope, "max_position_embeddings": context}
+def parsed(rope: dict[str, Any] | None = None, **sections: Any) -> ClusterConfig:
+    overrides = {"rope_parameters": ROPE if rope is None else rope}
     model = {"path": "m", "hf_overrides": overrides, **sections.pop("model", {})}
     return configuration.parse({"model": model, **sections})
 
 
 def test_the_context_is_what_the_rotations_reach() -> None:
     config = parsed()
-    assert config.model.hf_overrides.values == {
+    assert config.model.hf_overrides.values(1e6) == {
         "max_position_embeddings": 131072,
-        "rope_parameters": {**ROPE, "rope_theta": 1e6, "factor": 4.0},
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **ROPE},
     }
-    assert parsed(context=65536).model.hf_overrides.context == 65536
-    assert configuration.parse({}).model.hf_overrides.values == {}
+    assert configuration.parse({}).model.hf_overrides.values(1e6) == {}
     assert configuration.parse(config.model_dump()) == config
     assert config.of_model().model.hf_overrides == config.model.hf_overrides
 
@@ -37,18 +36,14 @@ def test_the_context_is_what_the_rotations_reach() -> None:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"rope": {"rope_type": "yarn", "factor": 4}}, "rope_theta, original_max_position_embeddings: missing"),
-        ({"rope": {"factor": 4.0}}, "rope_type, rope_theta, original_max_position_embeddings: missing"),
-        ({"rope": {**ROPE, "rope_type": "dynamic"}}, "rope_type"),
+        ({"rope": {"factor": 4.0}}, "original_max_position_embeddings: missing"),
+        ({"rope": {"original_max_position_embeddings": 4096}}, "factor: missing"),
         ({"rope": {**ROPE, "beta_fast": 32}}, "beta_fast"),
         ({"rope": {**ROPE, "factor": 1}}, "factor"),
         ({"rope": {**ROPE, "factor": 65}}, "factor"),
         ({"rope": {**ROPE, "factor": float("nan")}}, "factor"),
-        ({"rope": {**ROPE, "rope_theta": float("inf")}}, "rope_theta"),
         ({"rope": {**ROPE, "original_max_position_embeddings": 63}}, "original_max_position_embeddings"),
         ({"rope": {**ROPE, "original_max_position_embeddings": MAX_CONTEXT // 4 + 1}}, f"{MAX_CONTEXT} is the limit"),
-        ({"context": 131073}, "max_position_embeddings (131073): rope_parameters has rotations of 131072"),
-        ({"rope": {}, "context": 8192}, "max_position_embeddings (8192): give rope_parameters too"),
         ({"model": {"max_model_len": 131073}}, "max_model_len (131073): expected at most 131072, the context of"),
         (
             {"engine": {"unproven": ["hf_overrides"], "args": {"hf_overrides": {"a": 1}}}},
@@ -67,7 +62,7 @@ def test_what_is_not_taken_is_named(sections: dict[str, Any], words: str) -> Non
 
 def test_the_largest_context_is_taken() -> None:
     largest = {**ROPE, "original_max_position_embeddings": MAX_CONTEXT // 4}
-    assert parsed(largest, context=MAX_CONTEXT).model.hf_overrides.context == MAX_CONTEXT
+    assert parsed(largest).model.hf_overrides.context == MAX_CONTEXT
 
 
 def test_quality_is_not_measured_with_overrides() -> None:
@@ -91,10 +86,10 @@ def test_models_of_a_cluster_have_overrides_of_their_own() -> None:
 def test_ends_with_other_overrides_do_not_work_together(tmp_path: Path) -> None:
     plain = identity(configuration.parse({"model": {"path": "m", "revision": "r"}}), str(tmp_path))
     ours, theirs = (
-        identity(parsed(context=context, model={"revision": "r"}), str(tmp_path)) for context in (None, 65536)
+        identity(parsed({**ROPE, "factor": factor}, model={"revision": "r"}), str(tmp_path)) for factor in (4, 2)
     )
     assert why_incompatible(ours, ours) == ""
-    assert '"max_position_embeddings":65536' in why_incompatible(ours, theirs)
+    assert '"factor":2.0' in why_incompatible(ours, theirs)
     for own, peer in ((plain, ours), (ours, plain)):
         assert "its model.hf_overrides is " in why_incompatible(own, peer)
 

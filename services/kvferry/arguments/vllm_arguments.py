@@ -35,7 +35,6 @@ _USE = {
     "served_model_name": "model.served_name",
     "dtype": "model.dtype",
     "max_model_len": "model.max_model_len",
-    "trust_remote_code": "model.trust_remote_code",
     "reasoning_parser": "model.reasoning_parser",
     "block_size": "engine.block_size",
     "kv_cache_dtype": "engine.kv_cache_dtype",
@@ -53,13 +52,12 @@ _USE = {
 }
 
 # Keys that `prefill.engine` and `decode.engine` have too.
-KEYS_OF_ROLES = (
-    "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "tensor_parallel_size",
-)  # fmt: skip
+KEYS_OF_ROLES = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size")
 
 REFUSED: Mapping[str, str] = {
     **{name: f"use {key}" for name, key in _USE.items()},
     **_each("kv_transfer_config kv_events_config", "workers move pages and report them with it"),
+    "trust_remote_code": "code of a model's folder is never run: no architecture that is served needs any",
     **_each("kv_offloading_backend", "tiers are configured by `tier`"),
     **_each("enable_prefix_caching prefix_caching_hash_algo", "pages are found by these hashes"),
     **_each("scheduler_cls scheduling_policy", "shares of tenants are kept with it"),

@@ -203,8 +203,6 @@ class ClusterConfig(Section):
     def engine_of(self, role: str, pool: str = "") -> EngineConfig:
         own = self.role_of(role, pool).engine.model_dump(exclude_none=True)
         own["args"] = vllm_arguments.replaced(self.engine.args, own["args"])
-        if pool and (kv_cache_dtype := self.pools[pool].kv_cache_dtype) is not None:
-            own["kv_cache_dtype"] = kv_cache_dtype
         return self.engine.model_copy(update=own)
 
     def argument_keys(self, role: str, pool: str = "") -> dict[str, str]:
@@ -217,18 +215,17 @@ class ClusterConfig(Section):
 
     def volumes_of(self, pool: str) -> str | None:
         """Return the pool whose volumes the engines of `pool` use: its own, the default one, or None."""
-        # Volumes of the default pool are shared only by pools that are not dedicated and have its dtype of pages and
-        # its ranks: route keys do not name these, so gateways would price pages that the pool's engines cannot read.
+        # Volumes of the default pool are shared only by pools that are not dedicated and have its ranks: route keys do
+        # not name these, so gateways would price pages that the pool's engines cannot read.
         owners = {volume.pool for volume in self.tier.volumes}
         if pool in owners:
             return pool
-        if pool and (self.pools[pool].dedicated or not self._has_pages_of_default(pool)):
+        if pool and (self.pools[pool].dedicated or not self._has_ranks_of_default(pool)):
             return None
         return "" if "" in owners else None
 
-    def _has_pages_of_default(self, pool: str) -> bool:
-        ranks = {self.engine_of(role, name).tensor_parallel_size for role in ROLES for name in (pool, "")}
-        return len(ranks) == 1 and self.pools[pool].kv_cache_dtype in (None, self.engine.kv_cache_dtype)
+    def _has_ranks_of_default(self, pool: str) -> bool:
+        return len({self.engine_of(role, name).tensor_parallel_size for role in ROLES for name in (pool, "")}) == 1
 
     def check_listeners(self) -> None:
         """Raises ConfigError for a listener off loopback without authentication."""

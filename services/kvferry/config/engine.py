@@ -65,7 +65,6 @@ class EngineConfig(Section):
     tensor_parallel_size: int = Field(1, ge=1)
     enforce_eager: bool | None = None  # empty: yes on a CPU, no on a GPU
     threads: int | None = Field(None, ge=1)  # CPU device: compute threads per engine; empty: the machine's share
-    transfer_lease_s: int = Field(120, ge=10)  # how long a prefill engine keeps pages that are not pulled
     side_channel_host: str = "127.0.0.1"  # where an engine answers NIXL handshakes; auto: this node's address
     start_timeout_s: float = Field(900, gt=0)
     # Untested arguments and variables of vLLM to accept at your own risk: answers may be wrong.
@@ -108,12 +107,8 @@ class EngineConfig(Section):
 class RoleEngineConfig(Section):
     """Engine settings of one role that leave pages alike; absent ones are those of `engine`."""
 
-    kv_cache_gib: int | None = Field(None, ge=1)
-    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     max_num_seqs: int | None = Field(None, ge=1)
     max_num_batched_tokens: int | None = Field(None, ge=64)
-    enforce_eager: bool | None = None
-    threads: int | None = Field(None, ge=1)
     # One role's a multiple of the other's; without `tier.volumes`, whose chunks are those of one size.
     tensor_parallel_size: int | None = Field(None, ge=1)
     # As `engine.args`, for this role: those that engines need not have in common. They replace those of `engine`; null

@@ -26,19 +26,17 @@ MAX_CONTEXT = 1 << 22  # tokens, of overrides: each engine has rotations of all 
 
 
 class RopeParametersConfig(Section):
-    """Rotations for contexts beyond those that a model was trained with; all keys, or none."""
+    """YaRN's rotations for contexts beyond those that a model was trained with; both keys, or none."""
 
-    rope_type: Literal["", "yarn"] = ""  # empty: as config.json says
-    rope_theta: float | None = Field(None, ge=1, le=1e12)  # that of config.json
     factor: float | None = Field(None, gt=1, le=64)
     # Tokens of the context that the model was trained with: Qwen3 40960 in config.json, and 32768 here.
     original_max_position_embeddings: int | None = Field(None, ge=64, le=MAX_CONTEXT)
 
     @model_validator(mode="after")
     def _rotations_are_whole(self) -> RopeParametersConfig:
-        missing = [name for name, value in self if value in (None, "")]
+        missing = [name for name, value in self if value is None]
         if missing and len(missing) < len(type(self).model_fields):
-            raise ValueError(f"{', '.join(missing)}: missing; vLLM takes nothing from config.json beside these keys")
+            raise ValueError(f"{', '.join(missing)}: missing; factor and original_max_position_embeddings go together")
         if self.num_positions > MAX_CONTEXT:
             raise ValueError(f"factor x original_max_position_embeddings: {MAX_CONTEXT} is the limit")
         return self
@@ -52,28 +50,19 @@ class RopeParametersConfig(Section):
 class HfOverridesConfig(Section):
     """Values in the place of those in config.json, for engines and gateways (docs/user/models.md)."""
 
-    max_position_embeddings: int | None = Field(None, ge=64)  # empty: factor x original_max_position_embeddings
     rope_parameters: RopeParametersConfig = Field(default_factory=RopeParametersConfig)
-
-    @model_validator(mode="after")
-    def _positions_have_rotations(self) -> HfOverridesConfig:
-        most = self.rope_parameters.num_positions
-        if self.max_position_embeddings is not None and self.max_position_embeddings > most:
-            why = f"rope_parameters has rotations of {most}" if most else "give rope_parameters too"
-            raise ValueError(f"max_position_embeddings ({self.max_position_embeddings}): {why}")
-        return self
 
     @property
     def context(self) -> int:
         """Tokens; 0: the model's own."""
-        return self.max_position_embeddings or self.rope_parameters.num_positions
+        return self.rope_parameters.num_positions
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """The overrides as vLLM's `hf_overrides`; empty without any."""
+    def values(self, rope_theta: object) -> dict[str, Any]:
+        """Return the overrides as vLLM's `hf_overrides`, with the base of config.json; empty without any."""
         if not self.context:
             return {}
-        return {"max_position_embeddings": self.context, "rope_parameters": self.rope_parameters.model_dump()}
+        rotations = {"rope_type": "yarn", "rope_theta": rope_theta, **self.rope_parameters.model_dump()}
+        return {"max_position_embeddings": self.context, "rope_parameters": rotations}
 
 
 class ModelConfig(Section):
@@ -87,7 +76,6 @@ class ModelConfig(Section):
         "auto"  # auto: float32 on a CPU, the model's own on a GPU
     )
     max_model_len: int | None = Field(None, ge=64)  # tokens of prompt and answer; empty: the model's own
-    trust_remote_code: bool = False
     # Version label of the weights, beside the digest of the files, which each machine computes once: gateways and
     # workers of different revisions do not work together, nor do engines and volumes.
     revision: str = ""
@@ -104,7 +92,7 @@ class ModelConfig(Section):
         if self.max_model_len is not None and 0 < self.hf_overrides.context < self.max_model_len:
             raise ValueError(
                 f"max_model_len ({self.max_model_len}): expected at most {self.hf_overrides.context}, the context of "
-                "hf_overrides (max_position_embeddings, or factor x original_max_position_embeddings)"
+                "hf_overrides (factor x original_max_position_embeddings)"
             )
         return self
 

@@ -177,24 +177,20 @@ def ranks_of_roles_fit(config: ClusterConfig, keys: Keys) -> Iterator[str]:
 
 
 def pages_have_the_models_dtype(config: ClusterConfig, keys: Keys) -> Iterator[str]:
-    dtype = config.model_dtype
-    key_to_dtype: dict[str, str | None] = {keys.of("engine.kv_cache_dtype"): config.engine.kv_cache_dtype}
-    key_to_dtype |= {f"pools.{name}.kv_cache_dtype": pool.kv_cache_dtype for name, pool in config.pools.items()}
-    for key, of_pages in key_to_dtype.items():
-        if config.engine.kind != "vllm" or dtype == "auto" or of_pages not in ("float16", "bfloat16"):
-            continue
-        if of_pages != dtype:
-            of_model = keys.of("model.dtype")
-            on_cpu = f" ({of_model}: auto, on a CPU)" if config.model.dtype == "auto" else ""
-            yield (
-                f"{key}: allowed are auto, and {of_pages} with {of_model}: {of_pages}. The model is computed in "
-                f"{dtype}{on_cpu}, and pages of another type gave garbage on a CPU and are untested on GPUs, "
-                f"so not {of_pages!r}"
-            )
+    dtype, of_pages = config.model_dtype, config.engine.kv_cache_dtype
+    if config.engine.kind != "vllm" or dtype in ("auto", of_pages) or of_pages not in ("float16", "bfloat16"):
+        return
+    of_model = keys.of("model.dtype")
+    on_cpu = f" ({of_model}: auto, on a CPU)" if config.model.dtype == "auto" else ""
+    yield (
+        f"{keys.of('engine.kv_cache_dtype')}: allowed are auto, and {of_pages} with {of_model}: {of_pages}. The model "
+        f"is computed in {dtype}{on_cpu}, and pages of another type gave garbage on a CPU and are untested on GPUs, "
+        f"so not {of_pages!r}"
+    )
 
 
 def overrides_stand_once(config: ClusterConfig, keys: Keys) -> Iterator[str]:
-    if config.model.hf_overrides.values:
+    if config.model.hf_overrides.context:
         overrides = keys.of("model.hf_overrides")
         if "hf_overrides" in config.engine.args:
             yield f"{overrides}, {keys.of('engine.args.hf_overrides')}: vLLM takes one of the two"

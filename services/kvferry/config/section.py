@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, get_args, get_origin
 
@@ -92,11 +93,27 @@ def key_of(path: Sequence[str | int]) -> str:
     return "".join(parts).removeprefix(".")
 
 
+_OF_BOTH_ROLES = "engines of both roles have that of the section `engine`"
+
 # Limits that were settings, and the constants that stand in their places.
 KEY_TO_CONSTANT = {
+    "engine.transfer_lease_s": "kvferry.engine.vllm.start.arguments.TRANSFER_LEASE_S",
     "gateway.max_connections": "kvferry.gateway.http.connection_limits.MAX_CONNECTIONS",
     "gateway.images.cache_mib": "kvferry.gateway.lifecycle.IMAGE_CACHE_BYTES",
     "tier.io_threads": "kvferry_keeper.volumes.volume_io.NUM_IO_THREADS",
+    "tier.queue_mib": "kvferry_keeper.volumes.volume_set.MAX_QUEUED_WRITE_BYTES",
+}
+# Settings that follow from others: patterns of their keys, and what holds in their places.
+PATTERN_TO_RULE = {
+    "*.engine.enforce_eager": _OF_BOTH_ROLES,
+    "*.engine.gpu_memory_utilization": _OF_BOTH_ROLES,
+    "*.engine.kv_cache_gib": _OF_BOTH_ROLES,
+    "*.engine.threads": _OF_BOTH_ROLES,
+    "pools.*.kv_cache_dtype": "engines of all pools have that of `engine`",
+    "*model.hf_overrides.max_position_embeddings": "it is factor x original_max_position_embeddings",
+    "*model.hf_overrides.rope_parameters.rope_theta": "it is that of the model's config.json",
+    "*model.hf_overrides.rope_parameters.rope_type": "it is yarn",
+    "*model.trust_remote_code": "code of a model's folder is never run: no architecture that is served needs any",
 }
 
 
@@ -104,8 +121,8 @@ def explain(fault: ErrorDetails, key: str, root: type[BaseModel]) -> str:
     """Describe one fault in one line: key, value, what is allowed. The fault's path begins at `root`."""
     path, value = fault["loc"], fault["input"]
     match fault["type"]:
-        case "extra_forbidden" if key in KEY_TO_CONSTANT:
-            return f"{key}: no longer a setting (value {value!r}): the limit is {KEY_TO_CONSTANT[key]}"
+        case "extra_forbidden" if rule := _rule_of(key):
+            return f"{key}: no longer a setting (value {value!r}): {rule}"
         case "extra_forbidden":
             allowed = _keys_beside(path, root)
             close = difflib.get_close_matches(str(path[-1]), allowed, n=1)
@@ -124,6 +141,14 @@ def explain(fault: ErrorDetails, key: str, root: type[BaseModel]) -> str:
         case _:
             message = fault["msg"]
     return f"{key}: {message}" if isinstance(value, dict) else f"{key}: {message}, not {value!r}"
+
+
+def _rule_of(key: str) -> str:
+    # Of models with settings of their own, too: models[0].engine.transfer_lease_s.
+    for name, constant in KEY_TO_CONSTANT.items():
+        if key == name or key.endswith(f".{name}"):
+            return f"the limit is {constant}"
+    return next((rule for pattern, rule in PATTERN_TO_RULE.items() if fnmatchcase(key, pattern)), "")
 
 
 def _keys_beside(path: Sequence[str | int], root: type[BaseModel]) -> list[str]:

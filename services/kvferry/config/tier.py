@@ -37,8 +37,6 @@ class TierConfig(Section):
     # For an operation on a drive; one that takes longer hangs. An operation may wait as long for its turn, and a
     # request twice as long for its pages from tiers: then it computes them.
     io_timeout_s: float = Field(10.0, gt=0)
-    # Chunks that wait to be written, of an engine and of all volumes of a keeper; beyond it they are skipped.
-    queue_mib: int = Field(512, ge=1)
     encryption_keys_file: Path | None = None
 
     @property

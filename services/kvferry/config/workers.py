@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from kvferry.arguments import vllm_arguments
-from kvferry.config.engine import KvCacheDtype, RoleEngineConfig
+from kvferry.config.engine import RoleEngineConfig
 from kvferry.config.model import ModelConfig
 from kvferry.config.section import Section, TlsConfig
 
@@ -50,7 +50,6 @@ class PoolConfig(Section):
 
     prefill: RoleConfig = Field(default_factory=RoleConfig)
     decode: RoleConfig = Field(default_factory=RoleConfig)
-    kv_cache_dtype: KvCacheDtype | None = None  # empty: that of `engine`
     served_name: str = Field("", max_length=200)  # requests for this name go to this pool; empty: only by contract
     # Takes only tenants whose contract names it, whatever name they ask for, and uses no volume but its own.
     dedicated: bool = False

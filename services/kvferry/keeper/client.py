@@ -46,10 +46,9 @@ class KeeperClient:
         engine_id: str,
         pool: str = "",
         on_lost: Callable[[], None] | None = None,
-        max_queued_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Stores beyond `max_queued_bytes` of unfinished rows are skipped. Only volumes of `pool` are used.
+        """Use volumes of `pool` alone.
 
         Raises ValueError unless a row has the payload size of `layout`.
         """
@@ -58,7 +57,7 @@ class KeeperClient:
         self._region = region._replace(fd=os.dup(region.fd))
         self._engine_id = engine_id
         self._clock = clock
-        self._jobs = ClientJobs(max_queued_bytes, clock)
+        self._jobs = ClientJobs(clock)
         hello = messages.Hello(messages.PROTOCOL, engine_id, layout.to_json(), region.num_rows, region.row_bytes, pool)
         self._thread = ClientThread(socket_path, hello, self._region.fd, self._jobs, on_lost=on_lost, clock=clock)
         self._is_stopped = False

@@ -13,6 +13,9 @@ from kvferry.keeper.layout import ChunkKey
 # Touches are hints: if this many messages wait, further ones are dropped.
 _MAX_WAITING_TOUCHES = 256
 
+# Of an engine's unfinished stores: further ones are skipped, and their pages computed again if they are asked for.
+MAX_QUEUED_BYTES = 512 << 20
+
 # Causes of failed chunks that the keeper did not report.
 AWAY = "keeper_away"
 SKIPPED = "skipped"
@@ -77,8 +80,7 @@ class ClientJob:
 class ClientJobs:
     """Thread-safe; the lock is held for microseconds. Accepts jobs while open; `close` is final."""
 
-    def __init__(self, max_queued_bytes: int, clock: Callable[[], float]) -> None:
-        self._max_queued_bytes = max_queued_bytes
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._all_ended = threading.Condition(self._lock)
@@ -118,7 +120,7 @@ class ClientJobs:
                 self._fail(job, AWAY)
                 return False
             if not job.is_load:
-                if self._unfinished_store_bytes + job.num_bytes > self._max_queued_bytes:
+                if self._unfinished_store_bytes + job.num_bytes > MAX_QUEUED_BYTES:
                     self._fail(job, SKIPPED)
                     return False
                 self._unfinished_store_bytes += job.num_bytes

@@ -117,7 +117,7 @@ _PAGE_OUTCOME_TO_MEANING = {
     "exists": "stored already",
     "timeout": "waited or ran too long",
     "unavailable": "no volume accepts it: a breaker is open, a drive is full, or the keeper does not have the volume",
-    "queue_full": "`tier.queue_mib` of writes wait",
+    "queue_full": "512 MiB of writes wait",
     "budget": "`write_gib_per_day` is spent",
     "engine_gone": "the engine left meanwhile",
     "epoch_over": "the tenant was deleted, or its pages reset",

@@ -10,12 +10,12 @@ from kvferry_keeper.store import paths
 from kvferry_keeper.volumes.breaker import Cause
 from kvferry_keeper.volumes.volume_io import VolumeIo
 
+# Of the writes that wait for all volumes, in the memory of engines: further ones are refused.
+MAX_QUEUED_WRITE_BYTES = 512 << 20
+
 
 class VolumeSet:
-    """`max_queued_write_bytes` bounds the writes that wait for all volumes."""
-
-    def __init__(self, max_queued_write_bytes: int, clock: Callable[[], float]) -> None:
-        self._max_queued_write_bytes = max_queued_write_bytes
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._volumes: dict[str, VolumeIo] = {}
         self._pools: dict[str, VolumeSet] = {}
@@ -39,7 +39,7 @@ class VolumeSet:
     def of(self, pool: str) -> VolumeSet:
         """Return the volumes of a pool, also those that are added later. Its waiting writes have their own bound."""
         if pool not in self._pools:
-            self._pools[pool] = VolumeSet(self._max_queued_write_bytes, self._clock)
+            self._pools[pool] = VolumeSet(self._clock)
         return self._pools[pool]
 
     def get(self, volume_id: str) -> VolumeIo | None:
@@ -72,7 +72,7 @@ class VolumeSet:
         volumes = [volume for volume in volumes if volume.budget.allows(now_s)]
         if not volumes:
             return Cause.BUDGET
-        if sum(volume.queued_write_bytes for volume in self) + num_bytes > self._max_queued_write_bytes:
+        if sum(volume.queued_write_bytes for volume in self) + num_bytes > MAX_QUEUED_WRITE_BYTES:
             return Cause.QUEUE_FULL
         if len(volumes) == 1:
             return volumes[0]

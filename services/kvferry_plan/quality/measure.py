@@ -104,7 +104,7 @@ def measure(config: ClusterConfig, settings: Settings, dataset: Dataset, say: Pr
 
 
 def _plan(config: ClusterConfig, settings: Settings, dataset: Dataset, say: Progress) -> _Plan:
-    if config.model.hf_overrides.values:
+    if config.model.hf_overrides.context:
         raise ConfigError("model.hf_overrides: a report says nothing of them; measure the model as its folder has it")
     folder = model_folder.resolve(config.model.path, report=say)
     values = model_folder.read_config(str(folder))
@@ -255,7 +255,7 @@ def types_of(config: ClusterConfig, geometry: ModelGeometry, name: str) -> tuple
 def _make_samples(
     folder: Path, config: ClusterConfig, context: int, lengths: Sequence[int], settings: Settings, dataset: Dataset
 ) -> tuple[list[ForcedSample], list[list[int]]]:
-    tokenizer = _tokenizer(folder, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = _tokenizer(folder)
     num_tokens = max(lengths) + settings.num_scored_tokens
     texts = [
         _tokens(tokenizer, sample_text(dataset, number, settings.num_samples), num_tokens)
@@ -276,11 +276,11 @@ def _make_samples(
     return samples, tasks
 
 
-def _tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:
         # Each kind of tokenizer raises its own errors.
         reason = " ".join(str(error).split())[:_MAX_LINE] or type(error).__name__
@@ -322,7 +322,6 @@ def _run_of(plan: _Plan, pages: str, compute: str, *, extension: str = "") -> Qu
         max_num_seqs=min(engine.max_num_seqs, _MAX_NUM_SEQS),
         tensor_parallel_size=engine.tensor_parallel_size,
         gpu_memory_utilization=engine.gpu_memory_utilization,
-        trust_remote_code=plan.config.model.trust_remote_code,
         vocab_size=plan.geometry.vocab_size,
         samples=plan.samples,
         tasks=plan.tasks,

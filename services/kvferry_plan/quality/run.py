@@ -36,7 +36,6 @@ class QualityRun(msgspec.Struct, frozen=True):
     max_num_seqs: int
     tensor_parallel_size: int
     gpu_memory_utilization: float
-    trust_remote_code: bool
     vocab_size: int
     samples: list[ForcedSample]
     tasks: list[list[int]]  # prompts, as token ids
@@ -94,7 +93,6 @@ def _arguments(spec: QualityRun) -> dict[str, Any]:
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
         "tensor_parallel_size": spec.tensor_parallel_size,
-        "trust_remote_code": spec.trust_remote_code,
         "skip_tokenizer_init": True,
         "enforce_eager": spec.device == "cpu",
         # Each sample is computed from its own pages, and positions are counted by the tokens that are known.

@@ -46,6 +46,7 @@ async def test_the_first_failure_ends_all_transfers_with_the_counts_so_far(
     for module in (engine_arguments, vllm_engine):
         for name in ("CONNECTOR_MODULE", "CONNECTOR_CLASS"):
             monkeypatch.setattr(module, name, "")  # what run() sets ends with the test
+    monkeypatch.setattr(engine_arguments, "TRANSFER_LEASE_S", 0)
     monkeypatch.setenv(fuzz_transfer.FAULTS_VARIABLE, "")
     monkeypatch.setattr(fuzz_transfer, "ODDS", {})
     monkeypatch.setattr(fuzz_transfer, "answer", answer)

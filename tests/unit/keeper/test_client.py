@@ -104,7 +104,6 @@ def short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def client_of(path: Path, rows: Rows, **options: object) -> Iterator[KeeperClient]:
-    options.setdefault("max_queued_bytes", 512 << 20)
     client = KeeperClient(str(path), rows.region, LAYOUT, engine_id="e", **options)  # type: ignore[arg-type]
     client.start()
     try:
@@ -199,7 +198,7 @@ def test_while_nobody_is_there_everything_fails_at_once(tmp_path: Path, rows: Ro
 
 
 def test_a_closed_client_takes_no_job_again() -> None:
-    jobs = ClientJobs(1 << 20, time.monotonic)
+    jobs = ClientJobs(time.monotonic)
     jobs.open()
     jobs.close()
     jobs.open()  # by the thread, which has not seen the end yet
@@ -226,11 +225,12 @@ def test_bad_jobs_are_refused(keeper: Keeper, rows: Rows) -> None:
         with pytest.raises(ValueError, match="job 1 has not ended"):
             client.load(1, TENANT, [(key_of(0), 0)])
     with pytest.raises(ValueError, match="rows of 4096 bytes"):
-        KeeperClient("", Region(rows.fd, 1, 4096), LAYOUT, engine_id="e", max_queued_bytes=0)
+        KeeperClient("", Region(rows.fd, 1, 4096), LAYOUT, engine_id="e")
 
 
-def test_stores_beyond_the_queue_are_skipped(keeper: Keeper, rows: Rows) -> None:
-    with client_of(keeper.path, rows, max_queued_bytes=3 * 8192) as client:
+def test_stores_beyond_the_queue_are_skipped(keeper: Keeper, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.keeper.client_jobs.MAX_QUEUED_BYTES", 3 * 8192)
+    with client_of(keeper.path, rows) as client:
         connection = keeper.accept()
         connection.welcome()
         wait_until(lambda: client.connected)

@@ -41,12 +41,12 @@ async def host(registry: MemoryRegistry) -> AsyncIterator[WorkerHost]:
         await host.stop()
 
 
-def test_an_engine_of_a_pool_has_its_pages_and_its_volumes(tmp_path: Path) -> None:
+def test_an_engine_of_a_pool_has_its_volumes(tmp_path: Path) -> None:
     volumes = [{"path": f"/v{i}", "capacity_gib": 1, "pool": pool} for i, pool in enumerate(("", "half"))]
     config = configuration.parse(
         {
             "model": {"path": "m", "dtype": "bfloat16"},
-            "pools": {"half": {"kv_cache_dtype": "bfloat16"}, "alone": {"dedicated": True}},
+            "pools": {"half": {}, "alone": {"dedicated": True}},
             "tier": {"enabled": True, "volumes": volumes},
         }
     )
@@ -57,11 +57,6 @@ def test_an_engine_of_a_pool_has_its_pages_and_its_volumes(tmp_path: Path) -> No
         engine._folder = EngineFolder(tmp_path)
         arguments[pool] = engine._arguments(EngineId("e"))
         engine._folder.remove()
-    assert {pool: values["kv_cache_dtype"] for pool, values in arguments.items()} == {
-        "": "auto",
-        "half": "bfloat16",
-        "alone": "auto",
-    }
     tiers = {
         pool: values["kv_transfer_config"]["kv_connector_extra_config"]["connectors"][1]["kv_connector_extra_config"]
         for pool, values in arguments.items()

@@ -44,6 +44,7 @@ from kvferry.engine.vllm.adapter_folder import stage
 from kvferry.engine.vllm.adapters import Adapters
 from kvferry.engine.vllm.plugins.core_fields import SET_FLOORS
 from kvferry.engine.vllm.rendering.structured_outputs import StructuredOutputValidator, structured_outputs_config
+from kvferry.engine.vllm.rendering.text_model import hf_overrides
 from kvferry.engine.vllm.rendering.tokenizer_words import keep_none_in, keep_none_in_copies
 from kvferry.engine.vllm.rendering.vocabulary import Vocabulary
 from kvferry.engine.vllm.start import draft_model
@@ -61,7 +62,6 @@ from kvferry.engine.vllm.start.arguments import (
 )
 from kvferry.engine.vllm.start.draft_model import DraftModel
 from kvferry.engine.vllm.start.engine_folder import EngineFolder
-from kvferry.engine.vllm.start.start_checks import check_rope_theta
 from kvferry.engine.vllm.start.weights import check_load_format, weights_revision
 from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError, UnsupportedEngine
 from kvferry.model_folder import cache_folder
@@ -210,7 +210,6 @@ class VllmEngine:
                 raise UnsupportedEngine(reason)
             if reason := why_not_startable(vllm_config, self._config, self._argument_keys):
                 raise UnsupportedEngine(reason)
-            check_rope_theta(self._model_folder, self._model)
             self._require_quality(vllm_config)
             self._llm = AsyncLLM.from_vllm_config(
                 vllm_config, stat_loggers=[make_counters], enable_log_requests=arguments.enable_log_requests
@@ -277,6 +276,7 @@ class VllmEngine:
             has_tenants=self._has_tenants,
             adapters=self._adapters_config,
             draft=self._draft,
+            hf_overrides=hf_overrides(self._model_folder, self._model),
             keys=self._argument_keys,
         )
 

@@ -31,8 +31,8 @@ def _served_model(config: ClusterConfig, model_folder: str) -> ServedModel:
         revision = weights_revision(folder, cache_folder() / "weights")
     elif not revision and folder.is_dir():
         revision = weights_named(folder)  # of a gateway
-    values = config.model.hf_overrides.values
-    overrides = json.dumps(values, sort_keys=True, separators=(",", ":")) if values else ""
+    values = config.model.hf_overrides
+    overrides = json.dumps(values.model_dump(), sort_keys=True, separators=(",", ":")) if values.context else ""
     return ServedModel(config.served_name, _tokenizer_digest(folder), revision, overrides)
 
 

@@ -23,7 +23,6 @@ from kvferry.engine.base import (
     Sampling,
     TierHints,
 )
-from kvferry.engine.vllm.start.arguments import tier_connector
 from kvferry.keeper.unix_socket import socket_path
 from kvferry.pages.keys import pack_tokens, route_keys, seed_of
 from kvferry.residency.index import Tier
@@ -358,7 +357,7 @@ async def test_gateways_hear_of_the_cpu_tier(config: TierConfig) -> None:
 @contextlib.asynccontextmanager
 async def alone(num_rows: int) -> AsyncIterator[SimTier]:
     layout = sim_layout("m", block_size=BLOCK_SIZE, page_bytes=PAGE_BYTES)
-    tier = SimTier(layout, page_bytes=PAGE_BYTES, num_rows=num_rows, engine_id="e", queue_bytes=0)
+    tier = SimTier(layout, page_bytes=PAGE_BYTES, num_rows=num_rows, engine_id="e")
     try:
         yield tier
         tier.check()
@@ -396,7 +395,6 @@ async def test_a_tier_of_random_stores_and_loads_keeps_its_invariants(tmp_path: 
             num_rows=12,
             engine_id="e",
             keeper_socket=str(socket_path(config)),
-            queue_bytes=config.queue_mib << 20,
         )
         await until(lambda: tier.connected)
         num_loaded = {Tier.CPU: 0, Tier.VOLUME: 0}
@@ -435,13 +433,3 @@ async def test_a_tier_of_random_stores_and_loads_keeps_its_invariants(tmp_path: 
             assert num_loaded[Tier.VOLUME] > 20
         finally:
             await tier.stop()
-
-
-async def test_the_queue_of_an_engine_is_as_long_as_configured(tmp_path: Path) -> None:
-    config = tier_config(tmp_path, queue_mib=3)
-    async with keeping(config), started(config) as engine:
-        client = tier_of(engine)._client
-        assert client is not None
-        assert client._jobs._max_queued_bytes == 3 << 20
-    vllm = tier_connector(config, keeper_socket="s", model_name="m", weights_revision="r", has_tenants=False)
-    assert vllm["kv_connector_extra_config"]["queue_bytes"] == 3 << 20

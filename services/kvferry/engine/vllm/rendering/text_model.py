@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from kvferry.config import ModelConfig
+from kvferry.errors import ConfigError
+
 
 def use_cpu_platform() -> None:
     """Call in a process without an engine, before anything imports vLLM.
@@ -15,16 +18,29 @@ def use_cpu_platform() -> None:
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
 
 
-def text_model_config(
-    model_folder: str, *, trust_remote_code: bool, hf_overrides: Mapping[str, Any] = {}, **values: Any
-) -> Any:
+def hf_overrides(model_folder: str, model: ModelConfig) -> dict[str, Any]:
+    """Return `model.hf_overrides` as vLLM's argument; empty without any.
+
+    vLLM takes the rotations whole: with another base than config.json's it would answer fluently, and wrong. Raises
+    ConfigError if config.json has none.
+    """
+    if not model.hf_overrides.context:
+        return {}
+    from vllm.transformers_utils.config import get_config
+
+    rotations = getattr(get_config(model_folder, trust_remote_code=False), "rope_parameters", None) or {}
+    if (rope_theta := rotations.get("rope_theta")) is None:
+        raise ConfigError("model.hf_overrides: the model's config.json has no rope_theta")
+    return model.hf_overrides.values(float(rope_theta))
+
+
+def text_model_config(model_folder: str, *, hf_overrides: Mapping[str, Any] = {}, **values: Any) -> Any:
     """Return vLLM's ModelConfig; the folder needs no weights."""
     from vllm.config import ModelConfig
 
     return ModelConfig(
         model=model_folder,
         tokenizer=model_folder,
-        trust_remote_code=trust_remote_code,
         # Texts and tokens do not depend on it, and some need a GPU, or a plugin that only engines load.
         hf_overrides={"quantization_config": None, **hf_overrides},
         **values,

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from kvferry.config import ModelConfig
 from kvferry.engine.vllm.rendering.chat_template import check_template, read_chat_template
 from kvferry.engine.vllm.rendering.plain_prompts import Rendered
-from kvferry.engine.vllm.rendering.text_model import text_model_config
+from kvferry.engine.vllm.rendering.text_model import hf_overrides, text_model_config
 from kvferry.engine.vllm.rendering.tokenizer_words import keep_none_in, keep_none_in_copies
 from kvferry.errors import ConfigError, ContextLengthExceeded, InvalidRequest, KvferryError
 
@@ -46,9 +46,8 @@ class VllmPrompts:
         check_names(model)
         self.model_config = text_model_config(
             model_folder,
-            trust_remote_code=model.trust_remote_code,
             max_model_len=model.max_model_len,
-            hf_overrides=model.hf_overrides.values,
+            hf_overrides=hf_overrides(model_folder, model),
             dtype=model.dtype,  # of an image's features
             renderer_num_workers=1,
         )

@@ -29,6 +29,8 @@ TENANT_SCHEDULER = "kvferry.engine.vllm.plugins.tenant_scheduler.tenant_schedule
 # Batches of KV events that vLLM keeps for replay: more than a subscriber's socket holds (1,000).
 NUM_REPLAYABLE = 2000
 _PRODUCER = "kv_producer"
+# How long a prefill engine keeps pages that no decode engine pulls, or asks it to keep.
+TRANSFER_LEASE_S = 120
 RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl.nixl_release.ReleaseExtension"
 
 
@@ -43,6 +45,7 @@ def engine_arguments(
     has_tenants: bool = False,
     adapters: AdaptersConfig = AdaptersConfig(),  # noqa: B008 - frozen
     draft: DraftModel | None = None,
+    hf_overrides: Mapping[str, Any] = MappingProxyType({}),
     keys: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Raises ConfigError for values of `engine.args` that vLLM refuses. `keys` as for `parsed`."""
@@ -50,7 +53,7 @@ def engine_arguments(
     scheduler = TENANT_SCHEDULER if has_tenants else ADAPTER_SCHEDULER if adapters.served else None
     optional: dict[str, Any] = {
         "max_model_len": model.max_model_len,
-        "hf_overrides": model.hf_overrides.values or None,
+        "hf_overrides": dict(hf_overrides) or None,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         # The engine needs it to apply a grammar where the reasoning ends.
         "reasoning_parser": model.reasoning_parser or None,
@@ -62,7 +65,6 @@ def engine_arguments(
         "model": model_folder,
         "tokenizer": model_folder,
         "dtype": "float32" if on_cpu and model.dtype == "auto" else model.dtype,
-        "trust_remote_code": model.trust_remote_code,
         "block_size": engine.block_size,
         "kv_cache_dtype": engine.kv_cache_dtype,
         "max_num_seqs": engine.max_num_seqs,
@@ -142,7 +144,7 @@ def nixl_connector(engine: EngineConfig, role: str, weights: str) -> dict[str, A
         "kv_role": role,
         "kv_buffer_device": "cpu" if on_cpu else "cuda",
         "kv_connector_extra_config": {
-            "kv_lease_duration": engine.transfer_lease_s,
+            "kv_lease_duration": TRANSFER_LEASE_S,
             WEIGHTS: weights,
             # With the 4 threads that vLLM asks NIXL for, an idle decode engine that had read many descriptors kept
             # 0.97 of a core busy; without them 0.03.
@@ -175,7 +177,6 @@ def tier_connector(
             "keeper_socket": keeper_socket,
             "volume_pool": volume_pool,
             "load_timeout_s": tier.load_timeout_s,
-            "queue_bytes": tier.queue_mib << 20,
             "model_name": model_name,
             "weights_revision": weights_revision,
             **(policy if has_tenants else {}),

@@ -35,6 +35,7 @@ def command_line(config: ClusterConfig, role: str, entry: str = "") -> str:
         replay_endpoint=_LATER,
         has_tenants=tenants,
         adapters=config.adapters,
+        hf_overrides=config.model.hf_overrides.values(_LATER),
         keys=keys,
     )
     # As the operator wrote them: vLLM's parser may have made objects of them.

@@ -1,4 +1,4 @@
-"""Checks before an engine allocates memory: overrides of rotations, and arguments that the machine cannot serve."""
+"""Checks before an engine allocates memory: arguments that the machine cannot serve."""
 
 from __future__ import annotations
 
@@ -6,26 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvferry.config import EngineConfig, ModelConfig
+from kvferry.config import EngineConfig
 from kvferry.engine.vllm.start.argument_parser import key_of
 from kvferry.engine.vllm.start.arguments import page_sizes
-from kvferry.errors import ConfigError
-
-
-def check_rope_theta(folder: str, model: ModelConfig) -> None:
-    """Raises ConfigError for another base than config.json's: vLLM would answer fluently, and wrong."""
-    given = model.hf_overrides.rope_parameters.rope_theta
-    if given is None:
-        return
-    from vllm.transformers_utils.config import get_config
-
-    own = (getattr(get_config(folder, model.trust_remote_code), "rope_parameters", None) or {}).get("rope_theta")
-    if own is None or given != float(own):
-        raise ConfigError(
-            f"model.hf_overrides.rope_parameters.rope_theta: {given:g}, and config.json has "
-            f"{'none' if own is None else format(own, 'g')}"
-        )
-
 
 _NUMA_NODES = Path("/sys/devices/system/node")
 

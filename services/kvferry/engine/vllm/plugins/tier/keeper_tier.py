@@ -36,7 +36,6 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
         *,
         socket_path: str,
         pool: str,
-        queue_bytes: int,
         layout: dict[str, Any],
     ) -> None:
         """`layout` is a ChunkLayout without `payload_bytes`, the region's row."""
@@ -53,7 +52,6 @@ class KeeperTier(SecondaryTierManager):  # type: ignore[misc]
             ChunkLayout(**layout, payload_bytes=self.block_size_bytes),
             engine_id=offloading_spec._engine_id,
             pool=pool,
-            max_queued_bytes=queue_bytes,
         )
         self._id_to_job: dict[int, Any] = {}
         self._done: list[JobResult] = []  # jobs that needed no work

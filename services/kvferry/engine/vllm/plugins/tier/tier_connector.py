@@ -73,7 +73,6 @@ class TierConnector(OffloadingConnector):  # type: ignore[misc]
                     "module_path": "kvferry.engine.vllm.plugins.tier.keeper_tier",
                     "socket_path": settings["keeper_socket"],
                     "pool": settings["volume_pool"],
-                    "queue_bytes": settings["queue_bytes"],
                     "layout": layout_fields(
                         vllm_config,
                         model_name=settings["model_name"],
