@@ -30,6 +30,7 @@ from kvferry.errors import EngineDead, EngineError, InvalidRequest, UnsupportedE
 from kvferry.observability.tracing import TraceContext
 from kvferry.pages.exchange import PAGE_FORMATS, sorted_fields
 from kvferry.tenancy.pages.outcome import TenantUsage
+from kvferry.tenancy.terms import TierTerms
 from kvferry_sim.admission import ticket_of, to_sequence, validate_request
 from kvferry_sim.answer import Answer
 from kvferry_sim.block_pool import PageId
@@ -253,7 +254,7 @@ class SimEngine:
     def tenant_usages(self) -> Mapping[str, Mapping[str, TenantUsage]]:
         return {}
 
-    async def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
+    async def set_terms(self, terms: Mapping[str, Mapping[str, TierTerms | None]]) -> None:
         pass
 
     def own_metrics(self) -> Iterable[Any]:

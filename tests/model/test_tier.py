@@ -39,7 +39,7 @@ from kvferry.errors import EngineDead
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.residency.index import Tier
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.terms import EngineTerms, TierTerms
+from kvferry.tenancy.terms import TierTerms
 from kvferry.worker.page_mirror import PageMirror
 from kvferry_keeper.store.chunk_file import chunk_file_bytes
 from support.tier_chunks import chunk_files
@@ -352,18 +352,17 @@ async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World,
 async def test_floors_of_device_cpu_tier_and_volume_survive_a_flood_of_ten_times_each(
     world: World, elsewhere: Elsewhere
 ) -> None:
-    terms = {
-        "gold": EngineTerms(cpu=TierTerms(floor=0.5, cap=0.6), device=TierTerms(floor=0.25, cap=0.6)),
-        "moved": EngineTerms(cpu=TierTerms(floor=0.02, cap=0.6), device=TierTerms(floor=0.02, cap=0.6)),
-        "plain": EngineTerms(cpu=TierTerms(cap=0.6), device=TierTerms(cap=0.6)),
-        "noise": EngineTerms(cpu=TierTerms(cap=1.0), device=TierTerms(cap=1.0)),
-    }
-    hints = {name: TierHints(Namespace(name), terms=each) for name, each in terms.items()}
+    plain, noise, small = TierTerms(cap=0.6), TierTerms(cap=1.0), TierTerms(floor=0.02, cap=0.6)
+    others = {"moved": small, "plain": plain, "noise": noise}
+    cpu, device = TierTerms(floor=0.5, cap=0.6), TierTerms(floor=0.25, cap=0.6)
+    await world.decode.set_terms({"cpu": {"gold": cpu, **others}, "device": {"gold": device, **others}})
+    hints = {name: TierHints(Namespace(name)) for name in ("gold", *others)}
     prompt = prompt_of(500)
     expected = await world.expected(prompt)
     assert world.decode.info.page_bytes == PAGE_BYTES
     # What other engines gave of their parts of this tenant's floors.
-    await world.decode.set_floors({"cpu": {"moved": 0.4}, "device": {"moved": 0.25}})
+    moved = {"cpu": TierTerms(floor=0.4, cap=0.6), "device": TierTerms(floor=0.25, cap=0.6)}
+    await world.decode.set_terms({tier: {"moved": terms} for tier, terms in moved.items()})
     for name in ("gold", "moved", "plain"):
         tokens, _ = await run(world.decode, prompt, cache_salt=name, tier=hints[name])
         assert tokens == expected

@@ -21,7 +21,7 @@ from kvferry.pages.exchange import ExchangeFields
 from kvferry.pages.keys import ImageSpan, PageImages, page_salt
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 from kvferry.tenancy.pages.outcome import TenantUsage
-from kvferry.tenancy.terms import EngineTerms
+from kvferry.tenancy.terms import TierTerms
 
 RequestId = NewType("RequestId", str)
 EngineId = NewType("EngineId", str)
@@ -116,7 +116,6 @@ class TierHints(msgspec.Struct, frozen=True):
     namespace: Namespace = DEFAULT_NAMESPACE
     volumes: Mapping[str, int] = msgspec.field(default_factory=dict)
     load: bool = True
-    terms: EngineTerms | None = None  # what the tenant may keep in the engine; None: not known
     # For how long the client wants the pages after this use, up to MAX_WANTED_S; 0: its session ends. None: no hint.
     wanted_s: float | None = None
 
@@ -493,8 +492,8 @@ class Engine(Protocol):
         """Return what tenants hold, in pages, by tier and tenant; empty for an engine that keeps no contracts."""
         ...
 
-    async def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
-        """Replace floors of tenants, by tier and tenant, as parts of the tier; others have those of their contracts.
+    async def set_terms(self, terms: Mapping[str, Mapping[str, TierTerms | None]]) -> None:
+        """Replace terms of these tenants, by tier and tenant. A tenant without terms has the default contract.
 
         They hold when it returns, also in an idle engine. One that keeps no contracts, or has died, ignores them.
         """

@@ -37,7 +37,7 @@ from kvferry.errors import EngineDead, EngineError, KvferryError, by_code
 from kvferry.observability.tracing import TraceContext
 from kvferry.pages.keys import ImageSpan
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, MAX_WANTED_S, EngineTerms, TierTerms
+from kvferry.tenancy.terms import MAX_WANTED_S
 from kvferry.wire.v1 import worker_pb2 as pb
 
 _FINISH_TO_WIRE = {
@@ -111,9 +111,6 @@ def submit_to_wire(number: int, request: EngineRequest) -> pb.Downward:
         submit.tier.no_load = not request.tier.load
         for volume_id, num_pages in request.tier.volumes.items():
             submit.tier.volumes.add(volume_id=volume_id, num_pages=num_pages)
-        if (terms := request.tier.terms) is not None:
-            submit.tier.cpu.MergeFrom(_terms_to_wire(terms.cpu))
-            submit.tier.device.MergeFrom(_terms_to_wire(terms.device))
         if request.tier.wanted_s is not None:
             submit.tier.wanted_s = request.tier.wanted_s
     if request.trace is not None:
@@ -204,25 +201,10 @@ def _turn_from_wire(message: pb.Turn) -> Turn:
 
 def _tier_hints_from_wire(message: pb.Tier) -> TierHints:
     volumes = {entry.volume_id: entry.num_pages for entry in message.volumes}
-    terms = None
-    if message.HasField("cpu") and message.HasField("device"):
-        cpu, device = _terms_from_wire(message.cpu), _terms_from_wire(message.device)
-        cpu.check(CPU_TIER)
-        device.check(DEVICE_TIER)
-        terms = EngineTerms(cpu, device)
     wanted_s = message.wanted_s if message.HasField("wanted_s") else None
     if wanted_s is not None and not 0 <= wanted_s <= MAX_WANTED_S:
         raise ValueError(f"pages that are wanted for {wanted_s} s; from 0 to {MAX_WANTED_S:g} s are allowed")
-    return TierHints(Namespace(message.tenant, message.epoch), volumes, not message.no_load, terms, wanted_s)
-
-
-def _terms_to_wire(terms: TierTerms) -> pb.TierTerms:
-    return pb.TierTerms(floor=terms.floor, cap=terms.cap, ttl_s=terms.ttl_s)
-
-
-def _terms_from_wire(message: pb.TierTerms) -> TierTerms:
-    ttl_s = message.ttl_s if message.HasField("ttl_s") else None
-    return TierTerms(floor=message.floor, cap=message.cap, ttl_s=ttl_s)
+    return TierHints(Namespace(message.tenant, message.epoch), volumes, not message.no_load, wanted_s)
 
 
 def append_output(step: pb.Step, number: int, output: EngineOutput) -> None:

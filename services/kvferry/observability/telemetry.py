@@ -214,7 +214,10 @@ _MODEL = Label(
 _REFUSED_FOR = Label("reason", "`limit`: its own; `no_room`: all else is within floors or in use", EVICTION_REFUSALS)
 _OF_TENANT_SEEN = Label("tenant", "one of the first 200 tenants that this worker met; `other`: the sum of all others")
 _TENANT_TIER = (
-    Label("tenant", "one of the first 200 tenants whose terms this engine learned; `other`: the sum of all others"),
+    Label(
+        "tenant",
+        "one of the first 200 tenants with a record that sent this engine requests; `other`: the sum of all others",
+    ),
     Label("tier", "the tier of the engine; volumes: `kvferry_tier_tenant_*` of keepers", ENGINE_TIERS),
 )
 _OF_TENANT = (

@@ -33,7 +33,6 @@ from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import NO_LOAD
 from kvferry.router.request_record import RequestRecord
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
-from kvferry.tenancy.terms import EngineTerms
 
 MAX_NOTED: Final = 64  # continuations that a record names
 
@@ -64,7 +63,6 @@ class Contract(msgspec.Struct, frozen=True):
 
     turn: Turn | None = None  # None where tenants have no shares
     namespace: Namespace = DEFAULT_NAMESPACE
-    terms: EngineTerms | None = None  # None: not known
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -207,7 +205,7 @@ def _tier_hints(request: Request, decision: Decision | None) -> TierHints | None
     contract, load = request.contract, decision.load if decision is not None else NO_LOAD
     volumes = {volume_of(load.volume): load.num_pages} if load.volume else {}
     may_load = bool(volumes) or not load.skipped_pages
-    is_default = contract.namespace == DEFAULT_NAMESPACE and contract.terms is None and request.wanted_s is None
+    is_default = contract.namespace == DEFAULT_NAMESPACE and request.wanted_s is None
     if is_default and may_load and not volumes:
         return None
-    return TierHints(contract.namespace, volumes, may_load, contract.terms, request.wanted_s)
+    return TierHints(contract.namespace, volumes, may_load, request.wanted_s)

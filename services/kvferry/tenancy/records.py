@@ -13,7 +13,7 @@ import msgspec
 from kvferry.config import check_pool_name
 from kvferry.tenancy.limits import Limits
 from kvferry.tenancy.namespace import MAX_EPOCH, Namespace
-from kvferry.tenancy.terms import CLASSES, CPU_TIER, DEFAULT_CLASS, DEVICE_TIER, TIERS, EngineTerms, TierTerms
+from kvferry.tenancy.terms import CLASSES, DEFAULT_CLASS, TIERS, TierTerms
 
 KEY_PREFIX: Final = "kvf_"
 # Folders of records.
@@ -87,11 +87,6 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     @property
     def tiers(self) -> Mapping[str, TierTerms]:
         return {**CLASSES[self.class_name].tiers, **self.own_tiers}
-
-    @property
-    def engine_terms(self) -> EngineTerms:
-        tiers = self.tiers
-        return EngineTerms(tiers[CPU_TIER], tiers[DEVICE_TIER])
 
     def check(self) -> None:
         """Raises ValueError naming the fault."""

@@ -106,12 +106,9 @@ class TierTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         floor = int(self.floor * floor_scale * capacity)
         return TierContract(floor=floor, cap=max(floor, int(self.cap * capacity)), borrow=self.borrow, ttl_s=self.ttl_s)
 
-
-class EngineTerms(msgspec.Struct, frozen=True):
-    """Contract of a tenant for each engine."""
-
-    cpu: TierTerms
-    device: TierTerms
+    def with_floor(self, floor: float | None) -> TierTerms:
+        """Return these terms with a floor that followed demand, if it did."""
+        return self if floor is None else msgspec.structs.replace(self, floor=min(floor, self.cap))
 
 
 class TenantClass(msgspec.Struct, frozen=True):
@@ -180,43 +177,35 @@ MAX_KNOWN: Final = 2048  # tenants
 
 
 class KnownTerms:
-    """Terms of the tenants that were seen last, as contracts in `capacity` units of a tier."""
+    """Terms of all tenants, and contracts in `capacity` units of a tier for those that were seen last."""
 
     def __init__(self, tier: str, capacity: int) -> None:
         self._tier = tier
         self._capacity = capacity
-        self._terms: OrderedDict[str, TierTerms] = OrderedDict()  # least recently seen first
-        self._moved: dict[str, float] = {}  # floors that follow demand, as parts of the tier
+        self._terms: dict[str, TierTerms] = {}
+        self._seen: OrderedDict[str, None] = OrderedDict()  # also tenants without terms; least recently seen first
         self._contracts: dict[str, TierContract] = {}  # as returned last
 
-    def learn(self, tenant: str, terms: TierTerms) -> dict[str, TierContract] | None:
-        """Return the contracts of all, or None where none has changed."""
-        before = self._terms.get(tenant)
-        is_same = before == terms
-        if before is not None and before.floor != terms.floor:
-            self._moved.pop(tenant, None)  # it was a part of the floor before
-        self._terms[tenant] = terms
-        self._terms.move_to_end(tenant)
-        if is_same:
+    def see(self, tenant: str) -> dict[str, TierContract] | None:
+        """Return the contracts of all tenants that are seen, or None where none has changed."""
+        is_new = tenant not in self._seen
+        self._seen[tenant] = None
+        self._seen.move_to_end(tenant)
+        if not is_new:
             return None
-        if len(self._terms) > MAX_KNOWN:
-            self._terms.popitem(last=False)
-        return self.contracts()
+        forgotten = self._seen.popitem(last=False)[0] if len(self._seen) > MAX_KNOWN else None
+        return self._changed() if tenant in self._terms or forgotten in self._terms else None
 
-    def move(self, floors: Mapping[str, float]) -> dict[str, TierContract] | None:
-        """As `learn`, for all floors that follow demand: they replace those in the terms of their tenants."""
-        if floors == self._moved:
-            return None  # as at most times: they come every few seconds
-        before, self._moved = self._contracts, dict(floors)
-        contracts = self.contracts()
-        return None if contracts == before else contracts
+    def change(self, terms: Mapping[str, TierTerms | None]) -> dict[str, TierContract] | None:
+        """As `see`, for new terms of tenants; with None a tenant has none any more."""
+        for tenant, each in terms.items():
+            if each is None:
+                self._terms.pop(tenant, None)
+            else:
+                self._terms[tenant] = each
+        return self._changed() if any(tenant in self._seen for tenant in terms) else None
 
-    def contracts(self) -> dict[str, TierContract]:
-        tiers = {tenant: {self._tier: self._with_moved(tenant, terms)} for tenant, terms in self._terms.items()}
-        self._contracts = contracts_in(self._tier, tiers, self._capacity)
-        return self._contracts
-
-    def _with_moved(self, tenant: str, terms: TierTerms) -> TierTerms:
-        if (floor := self._moved.get(tenant)) is None:
-            return terms
-        return msgspec.structs.replace(terms, floor=min(floor, terms.cap))
+    def _changed(self) -> dict[str, TierContract] | None:
+        tiers = {tenant: {self._tier: self._terms[tenant]} for tenant in self._seen if tenant in self._terms}
+        before, self._contracts = self._contracts, contracts_in(self._tier, tiers, self._capacity)
+        return None if self._contracts == before else self._contracts

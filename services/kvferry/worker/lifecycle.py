@@ -28,7 +28,7 @@ from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER
 from kvferry.util import satellites
 from kvferry.util.addresses import POD_UID_VARIABLE, join_host_port
 from kvferry.util.shared_memory import record_shared_memory
-from kvferry.worker.engine_floors import EngineFloors
+from kvferry.worker.engine_terms import EngineTerms
 from kvferry.worker.metrics import WorkerMetrics
 from kvferry.worker.residency_publisher import ResidencyPublisher
 from kvferry.worker.server import HEARTBEAT_S, WorkerServer
@@ -120,7 +120,7 @@ class WorkerHost:
             engine, self.server, worker_id=self.worker_id, role=kind.value, read_span_counts=self._span_counts
         )
         self._listener = MetricsListener(config.metrics, config.metrics.worker_port, self.metrics.render)
-        self._floors: EngineFloors | None = None
+        self._terms: EngineTerms | None = None
 
     @property
     def member(self) -> Member:
@@ -159,10 +159,10 @@ class WorkerHost:
         self.residency.start()
         await self.server.start()
         await self._listener.start()
+        if self._config.gateway.tenants_in_etcd:  # before requests come
+            self._terms = self._make_terms()
+            self._terms.start()
         self._registration = await self._membership.register(self.member)
-        if self._config.gateway.tenants_in_etcd:
-            self._floors = self._make_floors()
-            self._floors.start()
         self._health_task = asyncio.create_task(self._watch_health())
         log.info("%s serves on %s", self.worker_id, self.member.address)
 
@@ -186,8 +186,8 @@ class WorkerHost:
             await asyncio.gather(self._health_task, return_exceptions=True)
         if self._registration is not None:
             await self._registration.revoke()
-        if self._floors is not None:
-            await self._floors.close()
+        if self._terms is not None:
+            await self._terms.close()
         await self.server.stop()
         await self.residency.stop()
         await self._listener.stop()
@@ -196,9 +196,9 @@ class WorkerHost:
             await self._tracing.close()
         await self._membership.close()
 
-    def _make_floors(self) -> EngineFloors:
+    def _make_terms(self) -> EngineTerms:
         info = self._engine.info
-        return EngineFloors(
+        return EngineTerms(
             self._membership.records,
             role=self._kind.value,
             worker_id=self.worker_id,
@@ -207,7 +207,7 @@ class WorkerHost:
                 CPU_TIER: info.num_cpu_pages * info.page_bytes,
             },
             prompt_tokens=self.server.prompt_tokens,
-            apply=self._engine.set_floors,
+            apply=self._engine.set_terms,
         )
 
     def _span_counts(self) -> SpanCounts:

@@ -10,18 +10,17 @@ import pytest
 from kvferry.engine.base import TierHints
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.pages.outcome import OTHER, Cause, Refusal, TenantUsage
-from kvferry.tenancy.terms import EngineTerms, TierTerms
+from kvferry.tenancy.terms import TierTerms
 
 from .test_tenant_policy import NOISE, Tier
-from .test_tenant_policy import hints_of as cpu_hints_of
 from .test_tenant_scheduler import BLOCK_SIZE, Steps, prompt_of
 from .test_tenant_scheduler import vllm_config as vllm_config
 
 pytestmark = pytest.mark.vllm
 
 
-def hints_of(tenant: str, *, floor: float = 0.0, cap: float = 1.0, ttl_s: float | None = None) -> TierHints:
-    return TierHints(Namespace(tenant), terms=EngineTerms(TierTerms(), TierTerms(floor=floor, cap=cap, ttl_s=ttl_s)))
+ACME = TierHints(Namespace("acme"))
+TERMS = TierTerms(cap=1.0)
 
 
 def sent(stats: Any) -> Any:
@@ -58,15 +57,15 @@ class Worker:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_worker_sees_what_tenants_hold_in_its_engines_memory(vllm_config: Any, is_async: bool) -> None:
-    acme, noise = hints_of("acme", floor=0.25, cap=0.5), hints_of("noise")
     steps = Steps(vllm_config, is_async=is_async)
+    steps.set_terms(acme=TierTerms(floor=0.25, cap=0.5), noise=TERMS, absent=TERMS)
     worker = Worker(steps.scheduler)
-    steps.add(prompt_of(1, 18), acme)
+    steps.add(prompt_of(1, 18), ACME)
     steps.run()
     (usage,) = worker.device.values()
     assert (usage.used, usage.floor, usage.cap, usage.borrowed) == (18, 10, 20, 8)
     for number in range(20):
-        steps.add(prompt_of(1000 + number, 8), noise)
+        steps.add(prompt_of(1000 + number, 8), NOISE)
     steps.add(prompt_of(5000, 4), None)
     steps.run()
     pages = steps.scheduler._pages
@@ -84,11 +83,12 @@ def test_what_expired_is_counted(vllm_config: Any, monkeypatch: pytest.MonkeyPat
 
     steps = Steps(vllm_config, is_async=False)
     worker = Worker(steps.scheduler)
-    steps.add(prompt_of(1, 6), hints_of("acme", ttl_s=5.0))
+    steps.set_terms(acme=TierTerms(cap=1.0, ttl_s=5.0), noise=TERMS)
+    steps.add(prompt_of(1, 6), ACME)
     steps.run()
     later_s = tenant_scheduler.time.monotonic() + 6.0
     monkeypatch.setattr(tenant_scheduler.time, "monotonic", lambda: later_s)
-    steps.add(prompt_of(2, 2), hints_of("noise"))
+    steps.add(prompt_of(2, 2), NOISE)
     steps.run()
     assert (worker.device["acme"].used, worker.device["acme"].evicted[Cause.EXPIRED]) == (0, 6)
     assert worker.device["noise"].displaced == 0, "those would have gone anyway"
@@ -100,7 +100,8 @@ def test_reports_are_a_second_apart_while_requests_run(vllm_config: Any) -> None
     steps, now_s = Steps(vllm_config, is_async=False), 100.0
     steps.scheduler._report._now_s = lambda: now_s
     worker = Worker(steps.scheduler)
-    steps.add(prompt_of(1, 2), hints_of("acme"), max_tokens=20 * BLOCK_SIZE)
+    steps.set_terms(acme=TERMS)
+    steps.add(prompt_of(1, 2), ACME, max_tokens=20 * BLOCK_SIZE)
     for _ in range(5 * BLOCK_SIZE):
         steps.step()
     assert worker.num_reports == 1
@@ -132,7 +133,8 @@ def test_a_worker_sees_what_tenants_hold_in_the_cpu_tier() -> None:
         return logger.tier_to_usages.get("cpu", {})
 
     assert usages() == {}
-    tier.store(range(20), cpu_hints_of("acme", TierTerms(floor=0.25, cap=0.5)))
+    tier.policy.set_terms({"greedy": TierTerms(cap=0.25)})
+    tier.store(range(20), ACME)
     usage = usages()["acme"]
     assert (usage.used, usage.floor, usage.cap, usage.borrowed) == (40, 20, 40, 20), "pages, two of them a chunk"
     for first in range(1000, 1200, 8):
@@ -140,7 +142,7 @@ def test_a_worker_sees_what_tenants_hold_in_the_cpu_tier() -> None:
     assert usages()["acme"].evicted[Cause.BORROWED] == 20
     assert usages()["noise"].displaced == 20
     assert usages()["noise"].evicted[Cause.OWN] > 0
-    assert not tier.store(range(5000, 5035), cpu_hints_of("greedy", TierTerms(cap=0.25)))
+    assert not tier.store(range(5000, 5035), TierHints(Namespace("greedy")))
     assert usages()["greedy"].refused == {Refusal.LIMIT: 70, Refusal.NO_ROOM: 0}
     tier.manager.reset_cache()
     assert {name: usage.used for name, usage in usages().items()} == {"acme": 0, "noise": 0, "greedy": 0}

@@ -11,7 +11,7 @@ from msgspec import structs
 from kvferry.engine.base import TierHints
 from kvferry.tenancy import terms
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.terms import EngineTerms, TierTerms
+from kvferry.tenancy.terms import TierTerms
 
 from .support import parameters
 
@@ -21,12 +21,8 @@ pytestmark = pytest.mark.vllm
 CAPACITY = 40
 
 
-def hints_of(tenant: str, terms: TierTerms) -> TierHints:
-    return TierHints(Namespace(tenant), terms=EngineTerms(cpu=terms, device=TierTerms()))
-
-
-ACME = hints_of("acme", TierTerms(floor=0.25, cap=0.5))
-NOISE = hints_of("noise", TierTerms(cap=1.0))
+ACME, NOISE, CAPPED = (TierHints(Namespace(tenant)) for tenant in ("acme", "noise", "capped"))
+TERMS = {"acme": TierTerms(floor=0.25, cap=0.5), "noise": TierTerms(cap=1.0)}
 
 
 class State:
@@ -46,7 +42,8 @@ class Tier:
         from kvferry.engine.vllm.start.arguments import CPU_POLICY_MODULE
 
         self.manager = CPUOffloadingManager(capacity, policy, CPU_POLICY_MODULE)
-        keep_contracts(self.manager)
+        if (kept := keep_contracts(self.manager)) is not None:
+            kept.set_terms(TERMS)
         self._requests = 0
 
     @property
@@ -139,9 +136,9 @@ def test_what_is_above_the_floor_is_lent_and_a_cap_holds() -> None:
     for first in range(1000, 1400, 10):
         assert tier.store(range(first, first + 10), NOISE)
     assert tier.held(range(30)) == 10
-    capped = hints_of("capped", TierTerms(cap=0.25))
+    tier.policy.set_terms({"capped": TierTerms(cap=0.25)})
     for first in range(2000, 2400, 10):
-        assert tier.store(range(first, first + 10), capped)
+        assert tier.store(range(first, first + 10), CAPPED)
     assert tier.held(range(2000, 2400)) == 10
     assert tier.held(range(30)) == 10
 
@@ -204,37 +201,42 @@ def test_chunks_of_an_ended_session_go_before_older_ones_but_not_a_shared_prompt
     tier.policy._retention.check()
 
 
-def test_terms_change_with_the_next_request_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contracts_are_limited_to_the_tenants_that_were_seen_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terms, "MAX_KNOWN", 4)
     tier = Tier()
-    tier.store(range(10), ACME)
-    tier.store(range(10, 11), hints_of("acme", TierTerms(floor=0.0)))
-    for first in range(1000, 1400, 8):
-        tier.store(range(first, first + 8), NOISE)
-    assert tier.held(range(11)) == 0
+    tier.policy.set_terms({f"t{number}": TierTerms() for number in range(20)})
+    assert tier.policy._contracts == {}
     for number in range(20):
-        tier.store(range(5000 + number, 5001 + number), hints_of(f"t{number}", TierTerms()))
-    assert len(tier.policy._terms.contracts()) == 4
+        tier.store(range(5000 + number, 5001 + number), TierHints(Namespace(f"t{number}")))
+    assert tier.policy._contracts.keys() == {"t16", "t17", "t18", "t19"}
 
 
-def test_floors_follow_demand() -> None:
+def test_changed_terms_hold_without_a_request() -> None:
     tier = Tier()
     tier.store(range(20), ACME)
-    tier.policy.move_floors({"acme": 0.5})
+    for floor, first_of_flood, num_held in ((0.5, 1000, 20), (0.1, 2000, 4), (0.0, 3000, 0)):
+        tier.policy.set_terms({"acme": TierTerms(floor=floor, cap=0.5)})
+        for first in range(first_of_flood, first_of_flood + 400, 8):
+            tier.store(range(first, first + 8), NOISE)
+        assert tier.held(range(20)) == num_held
+
+
+def test_chunks_of_a_tenant_without_a_record_get_a_floor_when_it_has_one() -> None:
+    tier = Tier()
+    tier.store(range(10), CAPPED)
+    assert dict(tier.policy.changed_holdings())["capped"] == (10, 0, CAPACITY // 2, 10)
+    tier.policy.set_terms({"capped": TierTerms(floor=0.25)})
     for first in range(1000, 1400, 8):
         tier.store(range(first, first + 8), NOISE)
-    assert tier.held(range(20)) == 20
-    tier.policy.move_floors({"acme": 0.1})
-    for first in range(2000, 2400, 8):
-        tier.store(range(first, first + 8), NOISE)
-    assert tier.held(range(20)) == 4
+    assert tier.held(range(10)) == 10
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_accounts_of_manager_and_policy_are_one(seed: int) -> None:
     """Random stores, failures, reads and resets, some of tenants whose terms are not known."""
     chance, tier = random.Random(seed), Tier(16)
-    everybody = [ACME, NOISE, TierHints(), hints_of("capped", TierTerms(floor=0.1, cap=0.2))]
+    tier.policy.set_terms({"capped": TierTerms(floor=0.1, cap=0.2)})
+    everybody = [ACME, NOISE, TierHints(), CAPPED]
     reads: list[tuple[list[Any], Any]] = []
     for _ in range(400):
         verb = chance.choices(("store", "fail", "read", "end", "reset"), (10, 2, 5, 5, 0.05))[0]

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec import structs
+from msgspec import structs, to_builtins
 
 from kvferry.engine.base import TierHints
-from kvferry.engine.vllm.plugins.core_fields import SET_FLOORS
+from kvferry.engine.vllm.plugins.core_fields import SET_TERMS
 from kvferry.engine.vllm.start.arguments import ADAPTER_SCHEDULER, TENANT_SCHEDULER
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.pages.device_pages import DevicePages
-from kvferry.tenancy.terms import EngineTerms, TierContract, TierTerms
+from kvferry.tenancy.terms import TierContract, TierTerms
 
 from .support import parameters
 
@@ -281,6 +281,14 @@ class Steps:
         self.requests = Engine()
         self.hits: dict[str, int] = {}  # tokens
 
+    def set_terms(self, **terms: TierTerms | None) -> None:
+        """Change terms in the device's memory, as a worker calls the engine's core."""
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+        sent = MsgpackDecoder().decode(MsgpackEncoder().encode(to_builtins({"device": terms})))
+        getattr(EngineCore, SET_TERMS)(SimpleNamespace(scheduler=self.scheduler), sent)
+
     def add(
         self,
         tokens: list[int],
@@ -330,16 +338,13 @@ class Steps:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_either_scheduler_keeps_floors_and_learns_terms_from_requests(vllm_config: Any, is_async: bool) -> None:
+def test_either_scheduler_keeps_floors(vllm_config: Any, is_async: bool) -> None:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    def terms_of(floor: float, cap: float) -> EngineTerms:
-        return EngineTerms(cpu=TierTerms(), device=TierTerms(floor=floor, cap=cap, ttl_s=60.0))
-
-    acme = TierHints(Namespace("acme"), terms=terms_of(0.5, 0.5))
-    noise = TierHints(Namespace("noise"), terms=terms_of(0.0, 1.0))
+    acme, noise = TierHints(Namespace("acme")), TierHints(Namespace("noise"))
     steps = Steps(vllm_config, is_async=is_async)
     assert isinstance(steps.scheduler, AsyncScheduler) == is_async
+    steps.set_terms(acme=TierTerms(floor=0.5, cap=0.5, ttl_s=60.0), noise=TierTerms(cap=1.0, ttl_s=60.0))
     steps.add(prompt_of(1, 18), acme)
     steps.run()
     assert steps.scheduler._pages._contracts["acme"] == TierContract(floor=20, cap=20, ttl_s=60.0)
@@ -356,40 +361,55 @@ def test_either_scheduler_keeps_floors_and_learns_terms_from_requests(vllm_confi
     assert not steps.scheduler._pool.wanted_s
 
 
-@pytest.mark.parametrize("moved", [None, 0.5, 0.1])
-def test_a_floor_that_came_from_another_engine_is_kept(vllm_config: Any, moved: float | None) -> None:
-    acme = TierHints(Namespace("acme"), terms=EngineTerms(cpu=TierTerms(), device=TierTerms(floor=0.25, cap=0.5)))
-    noise = TierHints(Namespace("noise"), terms=EngineTerms(cpu=TierTerms(), device=TierTerms(cap=1.0)))
+@pytest.mark.parametrize("changed", [None, 0.5, 0.1])
+def test_a_floor_that_changed_is_kept(vllm_config: Any, changed: float | None) -> None:
     steps = Steps(vllm_config, is_async=False)
-    steps.add(prompt_of(1, 18), acme)
+    steps.set_terms(acme=TierTerms(floor=0.25, cap=0.5), noise=TierTerms(cap=1.0))
+    steps.add(prompt_of(1, 18), TierHints(Namespace("acme")))
     steps.run()
-    if moved is not None:
-        steps.scheduler.move_floors({"device": {"acme": moved, "gone": 0.5}})
-    floor = int(NUM_BLOCKS - 1) * (0.25 if moved is None else moved)
+    if changed is not None:
+        steps.set_terms(acme=TierTerms(floor=changed, cap=0.5), gone=TierTerms(floor=0.5))
+    floor = int(NUM_BLOCKS - 1) * (0.25 if changed is None else changed)
     assert steps.scheduler._pages._contracts["acme"].floor == floor
     for number in range(50):
-        steps.add(prompt_of(1000 + number, 8), noise)
+        steps.add(prompt_of(1000 + number, 8), TierHints(Namespace("noise")))
         steps.run()
     assert steps.scheduler._pages.holding_of("acme").used == min(18, floor)
 
 
-def test_an_idle_engine_has_a_changed_floor_at_once(vllm_config: Any) -> None:
-    from vllm.v1.engine.core import EngineCore
-
+def test_an_idle_engine_has_changed_terms_at_once(vllm_config: Any) -> None:
     steps = Steps(vllm_config, is_async=False)
-    steps.add(prompt_of(1, 18), TierHints(Namespace("acme"), terms=EngineTerms(cpu=TierTerms(), device=TierTerms())))
+    steps.add(prompt_of(1, 18), TierHints(Namespace("acme")))
     steps.run()
-    core = SimpleNamespace(scheduler=steps.scheduler)
-    for floor in (0.5, 0.25, 0.0):
-        getattr(EngineCore, SET_FLOORS)(core, {"device": {"acme": floor}})
-        assert steps.scheduler._pages._contracts["acme"].floor == int((NUM_BLOCKS - 1) * floor)
+    for floor, ttl_s in ((0.5, None), (0.25, 60.0), (0.0, 5.0)):
+        steps.set_terms(acme=TierTerms(floor=floor, cap=0.75, ttl_s=ttl_s))
+        contract = TierContract(floor=int((NUM_BLOCKS - 1) * floor), cap=30, ttl_s=ttl_s)
+        assert steps.scheduler._pages._contracts == {"acme": contract}
+    steps.set_terms(acme=None)
+    assert steps.scheduler._pages._contracts == {}
+
+
+def test_a_request_before_its_tenants_record_has_the_default_and_then_its_own_terms(vllm_config: Any) -> None:
+    steps = Steps(vllm_config, is_async=False)
+    steps.set_terms(noise=TierTerms(floor=0.25, cap=1.0, ttl_s=60.0))
+    steps.add(prompt_of(2, 2), TierHints(Namespace("noise")))
+    running = steps.add(prompt_of(1, 18), TierHints(Namespace("acme")), 8)
+    steps.step()
+    pages = steps.scheduler._pages
+    assert pages._tenants["acme"].contract == TierContract(), "no floor, a cap of half, and nobody else's terms"
+    assert (pages.holding_of("acme").floor, pages.holding_of("acme").cap) == (0, (NUM_BLOCKS - 1) // 2)
+    steps.set_terms(acme=TierTerms(floor=0.25, cap=0.25, ttl_s=30.0))
+    assert not running.is_finished(), "it counts while the request runs"
+    assert pages._tenants["acme"].contract == TierContract(floor=10, cap=10, ttl_s=30.0)
+    assert pages._tenants["noise"].contract == TierContract(floor=10, cap=40, ttl_s=60.0)
+    steps.run()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_wanted_prefix_survives_its_tenants_flood_and_no_other_tenant_pays(vllm_config: Any, is_async: bool) -> None:
     steps = Steps(vllm_config, is_async=is_async)
-    terms = EngineTerms(cpu=TierTerms(), device=TierTerms(cap=0.5))
-    acme, beta = TierHints(Namespace("acme"), terms=terms), TierHints(Namespace("beta"), terms=terms)
+    acme, beta = TierHints(Namespace("acme")), TierHints(Namespace("beta"))
+    steps.set_terms(acme=TierTerms(cap=0.5), beta=TierTerms(cap=0.5))
     for hints, num_hit in ((acme, 0), (structs.replace(acme, wanted_s=600.0), 6)):
         assert steps.scheduler.reset_prefix_cache()
         steps.add(prompt_of(2, 16), beta)
@@ -408,7 +428,8 @@ def test_a_wanted_prefix_survives_its_tenants_flood_and_no_other_tenant_pays(vll
 @pytest.mark.parametrize("is_async", [False, True])
 def test_pages_of_an_ended_session_go_before_older_ones(vllm_config: Any, is_async: bool) -> None:
     steps = Steps(vllm_config, is_async=is_async)
-    acme = TierHints(Namespace("acme"), terms=EngineTerms(cpu=TierTerms(), device=TierTerms(cap=1.0)))
+    steps.set_terms(acme=TierTerms(cap=1.0))
+    acme = TierHints(Namespace("acme"))
     steps.add(prompt_of(1, 8), acme)
     steps.run()
     steps.add(prompt_of(2, 16), structs.replace(acme, wanted_s=0.0))
@@ -425,8 +446,9 @@ def test_pages_of_an_ended_session_go_before_older_ones(vllm_config: Any, is_asy
 
 def test_the_end_of_a_session_leaves_pages_that_run_or_that_others_share(vllm_config: Any) -> None:
     steps = Steps(vllm_config, is_async=False)
+    steps.set_terms(acme=TierTerms(cap=1.0))
     pages = steps.scheduler._pages
-    acme = TierHints(Namespace("acme"), terms=EngineTerms(cpu=TierTerms(), device=TierTerms(cap=1.0)))
+    acme = TierHints(Namespace("acme"))
     ending = structs.replace(acme, wanted_s=0.0)
 
     def num_ended() -> int:
@@ -464,8 +486,9 @@ def test_the_accounts_are_right_whatever_requests_do(vllm_config: Any, seed: int
             floor = chance.choice((0.0, 0.1, 0.25))
             device = TierTerms(floor=floor, cap=max(floor, chance.random()), ttl_s=chance.choice((None, 1.0, 60.0)))
             tenant = Namespace(chance.choice(("a", "b", "c")))
+            steps.set_terms(**{tenant.tenant: device if chance.random() < 0.9 else None})
             wanted_s = chance.choice((None, None, 0.0, 0.01, 60.0))
-            hints = TierHints(tenant, terms=EngineTerms(TierTerms(), device), wanted_s=wanted_s)
+            hints = TierHints(tenant, wanted_s=wanted_s)
             prompt = prompt_of(chance.randrange(8), chance.randint(1, 14))
             hints_or_none = hints if chance.random() < 0.8 else None
             living.append(steps.add(prompt, hints_or_none, chance.randint(1, 60), due=chance.randrange(100)))

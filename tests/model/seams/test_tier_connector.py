@@ -111,10 +111,8 @@ class TestTierConnector:
         from kvferry.engine.base import TierHints
         from kvferry.engine.vllm.plugins.tier.request_tier_state import RequestTierState, to_kv_hints
         from kvferry.tenancy.namespace import Namespace
-        from kvferry.tenancy.terms import EngineTerms, TierTerms
 
-        terms = EngineTerms(cpu=TierTerms(floor=0.25), device=TierTerms(floor=0.125, ttl_s=60.0))
-        hints = TierHints(Namespace("acme", 3), {"near": 2, "far": 4}, terms=terms)
+        hints = TierHints(Namespace("acme", 3), {"near": 2, "far": 4}, load=False, wanted_s=60.0)
         sent = msgspec.msgpack.decode(msgspec.msgpack.encode(to_kv_hints("r", hints)), type=KvHintsEnvelope)
         pages = RequestTierState(Request([1] * 40, sent), BLOCK_SIZE)
         assert pages.hints == hints

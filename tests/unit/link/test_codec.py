@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 
 from kvferry.engine.base import (
@@ -28,7 +30,6 @@ from kvferry.errors import EngineDead, EngineError, InvalidRequest, KvferryError
 from kvferry.link import codec
 from kvferry.pages.keys import ImageSpan
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.terms import EngineTerms, TierTerms
 from kvferry.wire.v1 import worker_pb2 as pb
 
 FULL = Sampling(
@@ -105,19 +106,15 @@ def test_features_stay_with_their_images() -> None:
         validate_images(read)
 
 
-TERMS = EngineTerms(cpu=TierTerms(floor=0.25), device=TierTerms(floor=0.125, cap=0.75, ttl_s=60.0))
-
-
 @pytest.mark.parametrize(
     "hints",
     [
         TierHints(),
         TierHints(Namespace("acme", 3), {"volume-a": 7, "volume-b": 0}),
-        TierHints(terms=TERMS),
         TierHints(wanted_s=0.0),
         TierHints(Namespace("acme", 3), wanted_s=86400.0),
     ],
-    ids=["default", "full", "terms", "end", "wanted"],
+    ids=["default", "full", "end", "wanted"],
 )
 def test_what_is_known_of_tiers_survives_the_wire(hints: TierHints) -> None:
     request = EngineRequest(RequestId("r-1"), [5, 6, 7], FULL, tier=hints)
@@ -132,12 +129,20 @@ def test_a_tenant_that_is_none_cannot_be_read() -> None:
         codec.submit_from_wire(message.submit)
 
 
-@pytest.mark.parametrize(("term", "value"), [("floor", float("nan")), ("cap", 2.0), ("ttl_s", float("nan"))])
-def test_terms_that_make_no_sense_cannot_be_read(term: str, value: float) -> None:
-    message = codec.submit_to_wire(9, EngineRequest(RequestId("r-1"), [5], FULL, tier=TierHints(terms=TERMS)))
-    setattr(message.submit.tier.device, term, value)
-    with pytest.raises(ValueError, match=term.removesuffix("_s")):
-        codec.submit_from_wire(message.submit)
+def test_a_request_has_its_tenants_name_and_none_of_its_terms_on_the_wire() -> None:
+    names = {field.name for field in pb.Tier.DESCRIPTOR.fields}
+    assert names == {"tenant", "epoch", "volumes", "no_load", "wanted_s"}
+    assert {field.name for field in pb.Turn.DESCRIPTOR.fields} == {"tenant", "share", "missing_tokens"}
+
+
+def test_terms_that_an_older_gateway_sends_with_a_request_are_ignored() -> None:
+    request = EngineRequest(RequestId("r-1"), [5], FULL, tier=TierHints(Namespace("acme", 3), wanted_s=1.0))
+    message = codec.submit_to_wire(9, request)
+    terms = b"\x09" + struct.pack("<d", 0.5) + b"\x11" + struct.pack("<d", 0.75)  # floor and cap
+    of_tiers = b"".join(bytes([number << 3 | 2, len(terms)]) + terms for number in (5, 6))  # cpu and device
+    message.submit.tier.MergeFromString(of_tiers)
+    assert of_tiers in message.submit.tier.SerializeToString()
+    assert codec.submit_from_wire(pb.Downward.FromString(message.SerializeToString()).submit) == request
 
 
 @pytest.mark.parametrize("wanted_s", [-1.0, 86401.0, float("nan"), float("inf")])

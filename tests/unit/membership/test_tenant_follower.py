@@ -16,7 +16,7 @@ from kvferry.membership import tenant_follower
 from kvferry.membership.base import RecordChange, RecordChanged, Records
 from kvferry.membership.tenant_follower import CHANGE_BYTES, RECORD_BYTES, TURN_BYTES, TenantFollower
 from kvferry.tenancy.records import MAX_KEYS, MAX_TENANTS
-from kvferry.worker.engine_floors import EngineFloors
+from kvferry.worker.engine_terms import EngineTerms
 from kvferry_keeper.volume_tenants import VolumeTenants
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import until
@@ -123,17 +123,17 @@ class Services:
         keeper: Any = SimpleNamespace(keeper_id="keeper-0", lowest_epochs={})
         self.directory = TenantDirectory(membership.records)
         self.volumes = VolumeTenants(membership, keeper, ())
-        self.floors = EngineFloors(
+        self.engine_terms = EngineTerms(
             membership.records,
             role="decode",
             worker_id="w0",
             capacities={"device": 1000},
             prompt_tokens=dict,
-            apply=lambda floors: None,
+            apply=lambda terms: None,
         )
 
     def followers(self) -> Iterator[TenantFollower]:
-        yield from (self.directory.follower, self.volumes._follower, self.floors.follower)
+        yield from (self.directory.follower, self.volumes._follower, self.engine_terms.follower)
 
     async def take(self, change: RecordChange) -> None:
         for follower in self.followers():
@@ -171,7 +171,7 @@ async def test_keepers_and_workers_use_floors_of_whole_changes_only(turns: Turns
     turns.at_each = lambda: seen.add(
         (
             sum(tiers["volume"].floor > 0 for tiers in services.volumes._tiers.values()),
-            sum(tiers["device"].floor > 0 for tiers in services.floors._tenants.values()),
+            sum(tiers["device"].floor > 0 for tiers in services.engine_terms._tenants.values()),
         )
     )
     await services.take(full_records(100, fields=FLOOR))

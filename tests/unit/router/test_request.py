@@ -30,7 +30,6 @@ from kvferry.router.prices.pricing import NO_LOAD, VolumeLoad
 from kvferry.router.request import MAX_NOTED, PROMPT_ONLY, Answer, Contract, Prompt, Request
 from kvferry.router.request_record import RequestRecord
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.terms import EngineTerms, TierTerms
 
 PROMPT = [10, 11, 12]
 AGGREGATED = Placement(None, MemberId("d"), Reason.NO_PREFILL_WORKER)
@@ -166,13 +165,12 @@ def test_a_record_names_a_limited_number_of_continuations() -> None:
 
 
 IMAGE = PromptImage("a", 0, 1, b"features")
-TERMS = EngineTerms(TierTerms(), TierTerms())
 WHOLE = Request(
     RequestId("r"),
     Prompt(PROMPT, "salt", "sql@00", (IMAGE,)),
     Sampling(max_tokens=9, min_tokens=3, logprobs=2, stop=("a",), stop_token_ids=(1,), bad_words=("b",), seed=4),
     Parse(b"{}"),
-    Contract(Turn("acme", 2.0), Namespace("acme", 3), TERMS),
+    Contract(Turn("acme", 2.0), Namespace("acme", 3)),
     wanted_s=60.0,
     deadline_s=5.0,
     pool="gold",
@@ -198,7 +196,7 @@ def test_a_prefill_worker_is_asked_for_pages_and_where_to_load_them() -> None:
         PROMPT_ONLY,
         keep_for_transfer=True,
         cache_salt="salt",
-        tier=TierHints(Namespace("acme", 3), {"disk": 5}, True, TERMS, 60.0),
+        tier=TierHints(Namespace("acme", 3), {"disk": 5}, True, 60.0),
         deadline_s=5.0,
         is_suspect=True,
         turn=Turn("acme", 2.0, missing_tokens=7),
@@ -221,7 +219,7 @@ def test_a_decode_worker_that_pulls_pages_computes_and_loads_nothing() -> None:
         transfer_params={"a": 1},
         cache_salt="salt",
         parse=Parse(b"{}"),
-        tier=TierHints(Namespace("acme", 3), {}, True, TERMS, 60.0),
+        tier=TierHints(Namespace("acme", 3), {}, True, 60.0),
         deadline_s=5.0,
         is_preemptible=True,
         turn=Turn("acme", 2.0),
@@ -234,7 +232,7 @@ def test_a_decode_worker_that_pulls_pages_computes_and_loads_nothing() -> None:
 def test_a_decode_worker_that_computes_the_prompt_is_told_what_is_missing() -> None:
     asked = answer_of(WHOLE).answer_request(decided(None, VolumeLoad("", 0, skipped_pages=3)), None)
     assert (asked.turn, asked.features) == (Turn("acme", 2.0, missing_tokens=7), [b"features"])
-    assert asked.tier == TierHints(Namespace("acme", 3), {}, False, TERMS, 60.0)
+    assert asked.tier == TierHints(Namespace("acme", 3), {}, False, 60.0)
     assert not asked.is_preemptible
 
 

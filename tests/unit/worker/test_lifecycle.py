@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from kvferry.engine.vllm.start.engine_folder import EngineFolder
 from kvferry.errors import EngineDead
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
+from kvferry.membership.tenant_admin import TenantAdmin
+from kvferry.tenancy.terms import TierTerms
 from kvferry.worker.lifecycle import WorkerHost, build_engine
 from kvferry_sim import SimEngine
 from kvferry_sim.engine import Faults
@@ -134,6 +136,30 @@ async def test_a_hung_engine_fails_its_requests_and_its_worker_leaves(registry: 
             await host.check_health()
     finally:
         await link.close()
+        await host.stop()
+
+
+async def test_an_engine_has_its_tenants_terms_without_a_request(registry: MemoryRegistry) -> None:
+    values = {"model": {"path": "m"}, "engine": {"kind": "sim"}, "gateway": {"tenants_in_etcd": True}}
+    config = configuration.parse(values)
+    engine = build_engine(config, MemberKind.PREFILL, "m")
+    given: dict[str, TierTerms | None] = {}
+
+    async def set_terms(terms: Mapping[str, Mapping[str, TierTerms | None]]) -> None:
+        given.update(terms["device"])
+
+    engine.set_terms = set_terms  # type: ignore[method-assign]
+    admin = TenantAdmin(MemoryMembership(registry))
+    await admin.create("acme")
+    host = WorkerHost(config, MemberKind.PREFILL, engine, MemoryMembership(registry))
+    await host.start()
+    try:
+        await until(lambda: given == {"acme": TierTerms()})
+        await admin.set_tier("acme", "device", {"floor": 0.25, "ttl_s": 60.0})
+        await until(lambda: given == {"acme": TierTerms(floor=0.25, ttl_s=60.0)})
+        await admin.delete("acme")
+        await until(lambda: given == {"acme": None})
+    finally:
         await host.stop()
 
 

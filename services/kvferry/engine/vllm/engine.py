@@ -16,6 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvferry.config import AdaptersConfig, EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import (
     EngineId,
@@ -42,7 +44,7 @@ from kvferry.engine.parsing import ParsedAnswer
 from kvferry.engine.quality_report import QualityReport, read_report, why_untested
 from kvferry.engine.vllm.adapter_folder import stage
 from kvferry.engine.vllm.adapters import Adapters
-from kvferry.engine.vllm.plugins.core_fields import SET_FLOORS
+from kvferry.engine.vllm.plugins.core_fields import SET_TERMS
 from kvferry.engine.vllm.rendering.structured_outputs import StructuredOutputValidator, structured_outputs_config
 from kvferry.engine.vllm.rendering.text_model import hf_overrides
 from kvferry.engine.vllm.rendering.tokenizer_words import keep_none_in, keep_none_in_copies
@@ -68,6 +70,7 @@ from kvferry.model_folder import cache_folder
 from kvferry.observability.tracing import TraceContext
 from kvferry.pages.geometry.kv_dtypes import kv_dtype
 from kvferry.tenancy.pages.outcome import TenantUsage
+from kvferry.tenancy.terms import TierTerms
 from kvferry.util.addresses import free_port
 
 if TYPE_CHECKING:
@@ -440,13 +443,13 @@ class VllmEngine:
         usages: dict[str, dict[str, TenantUsage]] = self._stat_logger.tier_to_usages
         return usages
 
-    async def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
+    async def set_terms(self, terms: Mapping[str, Mapping[str, TierTerms | None]]) -> None:
         if not self._has_tenants or self._llm is None:
             return
         from vllm.v1.engine.exceptions import EngineDeadError
 
         with contextlib.suppress(EngineDeadError):  # `check_health` says it
-            await self._llm.engine_core.call_utility_async(SET_FLOORS, floors)
+            await self._llm.engine_core.call_utility_async(SET_TERMS, msgspec.to_builtins(terms))
 
     def own_metrics(self) -> Iterable[Any]:
         from vllm.v1.metrics.prometheus import get_prometheus_registry

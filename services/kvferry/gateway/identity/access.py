@@ -69,9 +69,7 @@ class Access:
             if record is None:
                 pool = "" if self._keys is None else self._keys.pool_of(shown.tenant)
                 return self._tenants.named(shown.tenant, pool=pool)  # groups are of records' keys
-            return self._tenants.named(
-                shown.tenant, record.epoch, shown.group, record.share, record.engine_terms, record.pool
-            )
+            return self._tenants.named(shown.tenant, record.epoch, shown.group, record.share, record.pool)
         except ValueError as error:
             raise PermissionDenied(f"the client's name is no tenant: {error}") from None
 

@@ -16,7 +16,6 @@ from kvferry.errors import ConfigError, KvferryError, NotReady
 from kvferry.membership.base import RecordStore
 from kvferry.router.request import Contract
 from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, MIN_SECRET_BYTES, Namespace, make_salt
-from kvferry.tenancy.terms import EngineTerms
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,6 @@ class Tenant:
     group: str = ""
     share: float = 1.0
     has_turn: bool = False  # also the default tenant waits for its turn
-    terms: EngineTerms | None = None
     pool: str = ""  # of workers, and no others, that serve it; empty: none of its own
     secret: bytes = field(default=_OPEN_SECRET, repr=False, kw_only=True)
     cache_salt: CacheSalt = field(init=False, repr=False)
@@ -54,7 +52,7 @@ class Tenant:
         object.__setattr__(self, "cache_salt", salt)
         has_turn = self.has_turn or self.name != DEFAULT_NAMESPACE.tenant
         turn = Turn(self.name, self.share) if has_turn else None
-        object.__setattr__(self, "contract", Contract(turn, namespace, self.terms))
+        object.__setattr__(self, "contract", Contract(turn, namespace))
 
     def salt_of(self, client_salt: str) -> CacheSalt:
         """Return the salt of requests for which a client names one."""
@@ -81,22 +79,14 @@ class Tenants:
         self._secret = secret
         self._made.cache_clear()
 
-    def named(
-        self,
-        name: str,
-        epoch: int = 0,
-        group: str = "",
-        share: float = 1.0,
-        terms: EngineTerms | None = None,
-        pool: str = "",
-    ) -> Tenant:
+    def named(self, name: str, epoch: int = 0, group: str = "", share: float = 1.0, pool: str = "") -> Tenant:
         """Raises ValueError for an invalid name, and NotReady until the secret is known."""
-        return self._made(name, epoch, group, share, terms, pool)
+        return self._made(name, epoch, group, share, pool)
 
-    def _make(self, name: str, epoch: int, group: str, share: float, terms: EngineTerms | None, pool: str) -> Tenant:
+    def _make(self, name: str, epoch: int, group: str, share: float, pool: str) -> Tenant:
         if self._secret is None:
             raise NotReady("this gateway is starting: it waits for etcd to read the secret of tenants' salts")
-        return Tenant(TenantName(name), epoch, group, share, self._have_turns, terms, pool, secret=self._secret)
+        return Tenant(TenantName(name), epoch, group, share, self._have_turns, pool, secret=self._secret)
 
 
 def read_secret(file: Path) -> bytes:

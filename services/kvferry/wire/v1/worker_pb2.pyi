@@ -233,32 +233,18 @@ class QuarantinedRequest(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., left_ms: _Optional[int] = ...) -> None: ...
 
 class Tier(_message.Message):
-    __slots__ = ("tenant", "epoch", "volumes", "no_load", "cpu", "device", "wanted_s")
+    __slots__ = ("tenant", "epoch", "volumes", "no_load", "wanted_s")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VOLUMES_FIELD_NUMBER: _ClassVar[int]
     NO_LOAD_FIELD_NUMBER: _ClassVar[int]
-    CPU_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
     WANTED_S_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     epoch: int
     volumes: _containers.RepeatedCompositeFieldContainer[VolumePages]
     no_load: bool
-    cpu: TierTerms
-    device: TierTerms
     wanted_s: float
-    def __init__(self, tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumePages, _Mapping]]] = ..., no_load: _Optional[bool] = ..., cpu: _Optional[_Union[TierTerms, _Mapping]] = ..., device: _Optional[_Union[TierTerms, _Mapping]] = ..., wanted_s: _Optional[float] = ...) -> None: ...
-
-class TierTerms(_message.Message):
-    __slots__ = ("floor", "cap", "ttl_s")
-    FLOOR_FIELD_NUMBER: _ClassVar[int]
-    CAP_FIELD_NUMBER: _ClassVar[int]
-    TTL_S_FIELD_NUMBER: _ClassVar[int]
-    floor: float
-    cap: float
-    ttl_s: float
-    def __init__(self, floor: _Optional[float] = ..., cap: _Optional[float] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., volumes: _Optional[_Iterable[_Union[VolumePages, _Mapping]]] = ..., no_load: _Optional[bool] = ..., wanted_s: _Optional[float] = ...) -> None: ...
 
 class VolumePages(_message.Message):
     __slots__ = ("volume_id", "num_pages")

@@ -17,7 +17,7 @@ CACHED_PARAMETER = "kvferry_cached"
 HOLDINGS_TAG = "kvferry.tenants"
 
 # A utility of the engine core (plugins/tenant_scheduler.py), which vLLM's clients call by its name.
-SET_FLOORS = "kvferry_set_floors"
+SET_TERMS = "kvferry_set_terms"
 
 
 def cached_tokens(sources: PromptSources, loaded: Mapping[str, int] | None) -> CachedTokens:

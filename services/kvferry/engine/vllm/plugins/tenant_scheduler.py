@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
@@ -24,7 +25,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from kvferry.engine.vllm.plugins.adapter_turns import AdapterTurns, without
-from kvferry.engine.vllm.plugins.core_fields import SET_FLOORS
+from kvferry.engine.vllm.plugins.core_fields import SET_TERMS
 from kvferry.engine.vllm.plugins.tenant_holdings import HoldingsReport
 from kvferry.engine.vllm.plugins.tier.request_tier_state import hints_of
 from kvferry.engine.vllm.plugins.tier.tenant_policy import TenantCachePolicy
@@ -33,7 +34,7 @@ from kvferry.tenancy.namespace import DEFAULT_NAMESPACE
 from kvferry.tenancy.pages.device_pages import DevicePages
 from kvferry.tenancy.pages.outcome import Cause
 from kvferry.tenancy.shares.step_order import Candidate, StepOrder, step_order
-from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, KnownTerms
+from kvferry.tenancy.terms import CPU_TIER, DEVICE_TIER, KnownTerms, TierTerms
 
 MAX_EXPIRED_PER_STEP = 1024  # about 3 ms
 MAX_FIRST = 8  # waiting prompts that are looked at for a step
@@ -177,16 +178,16 @@ class _TenantScheduling:
         tenant = self._pool.tenants[request] = hints.namespace.tenant
         if hints.wanted_s is not None:
             self._pool.wanted_s[request] = hints.wanted_s
-        if hints.terms is not None and (contracts := self._terms.learn(tenant, hints.terms.device)) is not None:
+        if (contracts := self._terms.see(tenant)) is not None:
             self._pages.configure(contracts)
         super().add_request(request)  # type: ignore[misc]
 
-    def move_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
-        """Replace floors of tenants, by tier and tenant, as parts of the tier. Idle engines do so too."""
-        if (contracts := self._terms.move(floors.get(DEVICE_TIER, {}))) is not None:
+    def set_terms(self, terms: Mapping[str, Mapping[str, TierTerms | None]]) -> None:
+        """See `Engine.set_terms`. Idle engines do so too."""
+        if (contracts := self._terms.change(terms.get(DEVICE_TIER, {}))) is not None:
             self._pages.configure(contracts)
         for policy in self._cpu_tiers:
-            policy.move_floors(floors.get(CPU_TIER, {}))
+            policy.set_terms(terms.get(CPU_TIER, {}))
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._pool.evict_expired()
@@ -289,12 +290,12 @@ class _TenantScheduling:
                 self._pool.has_paused = False
 
 
-def _set_floors(core: Any, floors: Mapping[str, Mapping[str, float]]) -> None:
-    core.scheduler.move_floors(floors)
+def _set_terms(core: Any, terms: Any) -> None:
+    core.scheduler.set_terms(msgspec.convert(terms, dict[str, dict[str, TierTerms | None]]))
 
 
 # vLLM has no registry of utilities: it looks for a method of the engine core. This module is loaded in its process.
-setattr(EngineCore, SET_FLOORS, _set_floors)
+setattr(EngineCore, SET_TERMS, _set_terms)
 
 
 def connectors_of(connector: Any) -> Sequence[Any]:

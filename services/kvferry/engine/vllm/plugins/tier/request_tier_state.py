@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-import msgspec
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
@@ -13,7 +12,6 @@ from kvferry.engine.base import TierHints
 from kvferry.observability.tracing import TraceContext
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.tenancy.namespace import Namespace
-from kvferry.tenancy.terms import EngineTerms
 
 _HINT_TYPE = "kvferry.tier"
 _HINT_VERSION = "1"
@@ -29,7 +27,6 @@ def to_kv_hints(
         "epoch": hints.namespace.epoch,
         "volumes": dict(hints.volumes),
         "load": hints.load,
-        "terms": None if hints.terms is None else msgspec.to_builtins(hints.terms),
         "wanted_s": hints.wanted_s,
         "trace": None if trace is None else [trace.traceparent, trace.tracestate],
     }
@@ -114,8 +111,7 @@ def hints_of(request: Any) -> tuple[TierHints, TraceContext | None]:
         return TierHints(), None
     namespace = Namespace(payload["tenant"], payload["epoch"])
     trace = TraceContext(*payload["trace"]) if payload["trace"] is not None else None
-    terms = msgspec.convert(payload["terms"], EngineTerms | None)
-    return TierHints(namespace, payload["volumes"], payload["load"], terms, payload["wanted_s"]), trace
+    return TierHints(namespace, payload["volumes"], payload["load"], payload["wanted_s"]), trace
 
 
 def _payload_of(request: Any) -> Any:

@@ -15,7 +15,7 @@ from kvferry.tenancy.pages.outcome import Cause, Refusal
 from kvferry.tenancy.pages.page import Page
 from kvferry.tenancy.pages.retention import Retention
 from kvferry.tenancy.pages.usage_report import Holding, TenantCounts
-from kvferry.tenancy.terms import CPU_TIER, KnownTerms, TierContract, TierSettings
+from kvferry.tenancy.terms import CPU_TIER, KnownTerms, TierContract, TierSettings, TierTerms
 
 
 class _Chunk(Page):
@@ -42,11 +42,10 @@ class TenantCachePolicy(CachePolicy):  # type: ignore[misc]
     def store_for(self, hints: TierHints) -> None:
         """Let what follows be of this tenant."""
         self._tenant = hints.namespace.tenant
-        if hints.terms is not None:
-            self._configure(self._terms.learn(self._tenant, hints.terms.cpu))
+        self._configure(self._terms.see(self._tenant))
 
-    def move_floors(self, floors: Mapping[str, float]) -> None:
-        self._configure(self._terms.move(floors))
+    def set_terms(self, terms: Mapping[str, TierTerms | None]) -> None:
+        self._configure(self._terms.change(terms))
 
     def _configure(self, contracts: dict[str, TierContract] | None) -> None:
         if contracts is not None:

@@ -1,4 +1,4 @@
-"""One engine's part in floors that follow demand from engine to engine (`tenancy/floor_exchange.py`)."""
+"""Gives an engine the terms of tenants' records. Floors follow demand between engines (`tenancy/floor_exchange.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Final
 
 from kvferry.membership.base import Record, RecordStore
@@ -24,12 +24,14 @@ WITHDRAWAL_S: Final = 1.0  # at most, at the end of a worker
 FORGET_S: Final = 600.0  # as `FloorReports`: workers have new names after each start
 # Reports have a part for each worker, and each worker reads all. Those of 64 are 1 MB/s for etcd.
 MAX_MOVING: Final = 64  # workers of a role whose floors move: the first by name; others keep the even shares
-MAX_ENDED: Final = 1024  # tenants that are known to have had a floor
 _TIERS: Final = (CPU_TIER, DEVICE_TIER)
+MAX_AT_ONCE: Final = 512  # tenants whose terms an engine takes between two steps, in about 2 ms
 _LEAST: Final = 1.0  # token
 
+TierToTerms = Mapping[str, TierTerms]
 
-class EngineFloors:
+
+class EngineTerms:
     # Engines of one role exchange floors, also those of several pools.
 
     def __init__(
@@ -40,10 +42,10 @@ class EngineFloors:
         worker_id: str,
         capacities: Mapping[str, int],
         prompt_tokens: Callable[[], Mapping[str, int]],
-        apply: Callable[[Mapping[str, Mapping[str, float]]], Awaitable[None]],
+        apply: Callable[[Mapping[str, Mapping[str, TierTerms | None]]], Awaitable[None]],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`capacities`: bytes by tier. `prompt_tokens`: of ended requests, by tenant. `apply`: `Engine.set_floors`."""
+        """`capacities`: bytes by tier. `prompt_tokens`: of ended requests, by tenant. `apply`: `Engine.set_terms`."""
         self._records = records
         self._worker_id = worker_id
         self._prompt_tokens = prompt_tokens
@@ -56,11 +58,11 @@ class EngineFloors:
             on_unreadable=lambda name, error: log.debug("the record of %.64r cannot be read: %.200s", name, error),
             on_change=self._finish_change,
         )
-        # Terms by tier, of tenants with a floor in an engine: with what is read of a change so far, and after a whole
-        # one. Floors of half of one may exceed what there is.
-        self._draft: dict[str, Mapping[str, TierTerms]] = {}
-        self._differs = False  # `_draft` from `_tenants`
-        self._tenants: Mapping[str, Mapping[str, TierTerms]] = {}
+        # What is read of a change so far. It counts once it is whole: floors of half of one may exceed what there is.
+        self._draft: dict[str, TierToTerms] = {}
+        self._tenants: dict[str, TierToTerms] = {}
+        self._with_floor: dict[str, TierToTerms] = {}  # those with a floor in an engine
+        self._unapplied: set[str] = set()  # tenants whose terms have changed
         self._demand = FloorDemand(now_s, _LEAST)
         self._num_counted: Mapping[str, int] = {}  # prompt tokens by tenant, at the last step
         self._tiers = [
@@ -68,11 +70,13 @@ class EngineFloors:
             for tier, capacity in capacities.items()
             if tier in _TIERS and capacity
         ]
+        # What the engine has, by tier and tenant; None: of those that are gone.
+        self._applied: dict[str, dict[str, TierTerms | None]] = {tier.name: {} for tier in self._tiers}
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
-        return f"<EngineFloors of {self._worker_id}: {len(self._tenants)} tenants, {self._tiers}>"
+        return f"<EngineTerms of {self._worker_id}: {len(self._tenants)} tenants, {self._tiers}>"
 
     def start(self) -> None:
         if self._tiers:
@@ -91,17 +95,36 @@ class EngineFloors:
                 await asyncio.gather(*(tier.withdraw() for tier in self._tiers), return_exceptions=True)
 
     async def step(self) -> None:
-        """Read others' reports, move floors, apply them, and publish. Never raises for the registry."""
-        floors: dict[str, Mapping[str, float]] = {}
-        parts = {tier.name: floor_parts(tier.name, self._tenants) for tier in self._tiers}
-        demand = self._demand.count(self._new_tokens({tenant for each in parts.values() for tenant in each}))
-        for tier in self._tiers:
-            moved = await tier.step(parts[tier.name], demand, self._now_s)
-            floors[tier.name] = {**tier.ended(parts[tier.name]), **moved}
-        # Before others hear of it: they may count on what is offered.
-        await self._apply(floors)
+        """Read others' reports, move floors, apply terms that changed, and publish. Never raises for the registry."""
+        names, self._unapplied = self._unapplied, set()
+        try:
+            await self._apply_changed(names)
+        except BaseException:
+            self._unapplied |= names
+            raise
         for tier in self._tiers:
             await tier.publish()
+
+    async def _apply_changed(self, names: Collection[str]) -> None:
+        tenants = [*self._with_floor.items(), *((name, self._tenants.get(name, {})) for name in names)]
+        parts = {tier.name: floor_parts(tier.name, self._with_floor) for tier in self._tiers}
+        demand = self._demand.count(self._new_tokens({tenant for each in parts.values() for tenant in each}))
+        floors = {tier.name: await tier.step(parts[tier.name], demand, self._now_s) for tier in self._tiers}
+        # Before others hear of it: they may count on what is offered.
+        for at in range(0, len(tenants), MAX_AT_ONCE):
+            some = tenants[at : at + MAX_AT_ONCE]
+            changes = {tier: self._changed_terms(tier, some, moved) for tier, moved in floors.items()}
+            if any(changes.values()):
+                await self._apply(changes)
+                for tier, changed in changes.items():
+                    self._applied[tier] |= changed
+
+    def _changed_terms(
+        self, tier: str, tenants: Iterable[tuple[str, TierToTerms]], floors: Mapping[str, float]
+    ) -> dict[str, TierTerms | None]:
+        terms = {name: tiers[tier].with_floor(floors.get(name)) if tiers else None for name, tiers in tenants}
+        applied = self._applied[tier]
+        return {name: each for name, each in terms.items() if each != applied.get(name)}
 
     def _new_tokens(self, tenants: Collection[str]) -> dict[str, int]:
         totals, before = self._prompt_tokens(), self._num_counted
@@ -114,22 +137,21 @@ class EngineFloors:
 
     def _take(self, record: TenantRecord) -> None:
         tiers = record.tiers
-        terms = {} if record.is_deleted else {tier: tiers[tier] for tier in _TIERS}
-        self._set_terms(record.name, terms if any(each.floor for each in terms.values()) else {})
+        self._set_terms(record.name, {} if record.is_deleted else {tier.name: tiers[tier.name] for tier in self._tiers})
 
-    def _set_terms(self, name: str, terms: Mapping[str, TierTerms]) -> None:
-        if terms == self._draft.get(name, {}):
-            return
-        self._differs = True
-        if terms:
-            self._draft[name] = terms
+    def _set_terms(self, name: str, terms: TierToTerms) -> None:
+        if terms == self._tenants.get(name, {}):
+            self._draft.pop(name, None)
         else:
-            del self._draft[name]
+            self._draft[name] = terms
 
     def _finish_change(self) -> None:
-        if self._differs:
-            self._differs = False
-            self._tenants = dict(self._draft)
+        draft, self._draft = self._draft, {}
+        for name, terms in draft.items():
+            _replace(self._tenants, name, terms)
+            _replace(self._with_floor, name, terms if any(each.floor for each in terms.values()) else {})
+        if draft:
+            self._unapplied |= draft.keys()
             self._changed.set()
 
     async def _move_for_ever(self) -> None:
@@ -145,6 +167,13 @@ class EngineFloors:
             await asyncio.sleep(PAUSE_S)
 
 
+def _replace(tenants: dict[str, TierToTerms], name: str, terms: TierToTerms) -> None:
+    if terms:
+        tenants[name] = terms
+    else:
+        tenants.pop(name, None)
+
+
 class _Tier:
     def __init__(self, name: str, capacity: int, worker_id: str, reports: FloorReports) -> None:
         self.name = name
@@ -157,7 +186,6 @@ class _Tier:
         self._records: Mapping[str, Record] = {}  # of others and of this worker, as they were read last
         self._report: FloorReport | None = None  # to publish
         self._is_published = False
-        self._had_floor: dict[str, None] = {}  # tenants, first those that had one for longest
 
     def __repr__(self) -> str:
         return f"{self.name}: {self._exchange!r}"
@@ -185,15 +213,6 @@ class _Tier:
         self._report = report if self._worker_id in moving else None
         floors = self._exchange.floors(now_s())
         return {tenant: units / self._capacity for tenant, units in floors.items()}
-
-    def ended(self, parts: Parts) -> dict[str, float]:
-        # An engine knows the terms of a tenant's last request, and would bring such a floor back.
-        for tenant in parts:
-            self._had_floor.pop(tenant, None)
-        self._had_floor.update(dict.fromkeys(parts))
-        while len(self._had_floor) > MAX_ENDED and (first := next(iter(self._had_floor))) not in parts:
-            del self._had_floor[first]
-        return {tenant: 0.0 for tenant in self._had_floor if tenant not in parts}
 
     async def publish(self) -> None:
         if self._report is not None:

@@ -1,4 +1,4 @@
-"""Floors of engines: they follow demand from engine to engine, and never exceed their total."""
+"""Terms that workers give their engines: those of records, with floors that follow demand and keep to their total."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from kvferry.membership.base import Records
 from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.floor_exchange import DROP_S, KEPT, LEASE_S
 from kvferry.tenancy.records import ENGINE_FLOORS, TENANTS
-from kvferry.worker import engine_floors
-from kvferry.worker.engine_floors import FORGET_S, MAX_MOVING, EngineFloors
+from kvferry.tenancy.terms import CLASSES, TierTerms
+from kvferry.worker import engine_terms
+from kvferry.worker.engine_terms import FORGET_S, MAX_MOVING, EngineTerms
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
 from support.waiting import SOON_S, until
 
@@ -32,23 +34,27 @@ class Worker:
 
     def __init__(self, registry: MemoryRegistry, worker_id: str, clock: Clock, capacities: Mapping[str, int]) -> None:
         self.prompt_tokens: dict[str, int] = defaultdict(int)
-        self.floors: Mapping[str, Mapping[str, float]] = {}
+        self.terms: dict[str, dict[str, TierTerms | None]] = defaultdict(dict)
+        self.num_changes = 0
         self.records = MemoryMembership(registry).records
-        self.side = EngineFloors(
+        self.side = EngineTerms(
             self.records,
             role="decode",
             worker_id=worker_id,
             capacities=capacities,
             prompt_tokens=lambda: self.prompt_tokens,
-            apply=self.set_floors,
+            apply=self.set_terms,
             now_s=clock,
         )
 
-    async def set_floors(self, floors: Mapping[str, Mapping[str, float]]) -> None:
-        self.floors = floors
+    async def set_terms(self, terms: Mapping[str, Mapping[str, TierTerms | None]]) -> None:
+        self.num_changes += 1
+        for tier, by_tenant in terms.items():
+            self.terms[tier].update(by_tenant)
 
     def floor(self, tier: str = "device", tenant: str = "acme") -> float:
-        return self.floors.get(tier, {}).get(tenant, 0.0)
+        terms = self.terms[tier].get(tenant)
+        return 0.0 if terms is None else terms.floor
 
     async def step(self) -> None:
         await self.side.follower.take(
@@ -69,7 +75,7 @@ class Cluster:
 
     async def rounds(self, count: int, *, busy: Worker | None = None) -> None:
         for _ in range(count):
-            self.clock.now_s += engine_floors.PERIOD_S
+            self.clock.now_s += engine_terms.PERIOD_S
             if busy is not None:
                 busy.prompt_tokens["acme"] += 1000
             for worker in self.workers:
@@ -127,10 +133,10 @@ async def test_engines_of_other_sizes_and_a_worker_that_is_gone() -> None:
     assert small.floor() * CAPACITY + large.floor() * 3 * CAPACITY <= total
     assert small.floor() * CAPACITY == pytest.approx(0.1 * CAPACITY + (1 - KEPT) * 0.3 * CAPACITY, abs=5)
     cluster.workers.remove(large)
-    await cluster.rounds(int(LEASE_S / engine_floors.PERIOD_S) + 1, busy=small)
+    await cluster.rounds(int(LEASE_S / engine_terms.PERIOD_S) + 1, busy=small)
     assert small.floor() == 0.1
     assert await cluster.num_reports() == 2
-    await cluster.rounds(int(FORGET_S / engine_floors.PERIOD_S) + 2)
+    await cluster.rounds(int(FORGET_S / engine_terms.PERIOD_S) + 2)
     assert await cluster.num_reports() == 1
 
 
@@ -141,8 +147,8 @@ async def test_without_the_registry_floors_are_even_again() -> None:
     await cluster.rounds(12, busy=busy)
     assert idle.floor() < 0.1
     with cluster.registry.outage():
-        for _ in range(int(DROP_S / engine_floors.PERIOD_S) + 1):
-            cluster.clock.now_s += engine_floors.PERIOD_S
+        for _ in range(int(DROP_S / engine_terms.PERIOD_S) + 1):
+            cluster.clock.now_s += engine_terms.PERIOD_S
             for worker in cluster.workers:
                 await worker.side.step()
             assert busy.floor() + idle.floor() <= 0.4 + 1e-9
@@ -161,7 +167,7 @@ async def test_nothing_is_written_without_floors_and_nothing_stays() -> None:
     await cluster.admin.set_tier("acme", "device", {"floor": 0.0})
     await cluster.rounds(1)
     assert await cluster.num_reports() == 0
-    assert cluster.workers[0].floors["device"] == {"acme": 0.0}
+    assert cluster.workers[0].terms["device"] == {"acme": TierTerms()}
 
 
 async def test_only_so_many_workers_move_floors() -> None:
@@ -175,8 +181,8 @@ async def test_only_so_many_workers_move_floors() -> None:
 
 
 async def test_a_worker_follows_records_and_withdraws_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_floors, "PERIOD_S", 0.01)
-    monkeypatch.setattr(engine_floors, "PAUSE_S", 0.0)
+    monkeypatch.setattr(engine_terms, "PERIOD_S", 0.01)
+    monkeypatch.setattr(engine_terms, "PAUSE_S", 0.0)
     cluster = Cluster(CAPACITY)
     (worker,) = cluster.workers
     worker.side.start()
@@ -188,7 +194,7 @@ async def test_a_worker_follows_records_and_withdraws_its_report(monkeypatch: py
                 if not isinstance(change, Records) or change.by_name:
                     break
         await cluster.admin.delete("acme")
-        await until(lambda: worker.floors.get("device") == {"acme": 0.0})
+        await until(lambda: worker.terms["device"] == {"acme": None})
     finally:
         await worker.side.close()
     assert await cluster.num_reports() == 0
@@ -202,7 +208,7 @@ async def test_names_that_dead_workers_left_are_forgotten_and_floors_move_again(
         assert await busy.records.write(f"{ENGINE_FLOORS}/decode-device/a{number:03}", b"{}", 0)
     await cluster.rounds(10, busy=busy)
     assert busy.floor() == idle.floor() == 0.2
-    await cluster.rounds(int(FORGET_S / engine_floors.PERIOD_S) + MAX_MOVING, busy=busy)
+    await cluster.rounds(int(FORGET_S / engine_terms.PERIOD_S) + MAX_MOVING, busy=busy)
     assert await cluster.num_reports() == 2
     assert busy.floor() > 0.3
 
@@ -228,44 +234,86 @@ async def test_a_record_that_is_no_report_harms_none(record: bytes) -> None:
     assert busy.floor() > 0.3
 
 
-async def test_records_that_change_no_floor_move_none() -> None:
+async def test_records_that_change_no_terms_of_engines_change_nothing_there() -> None:
     cluster = Cluster(CAPACITY)
     (worker,) = cluster.workers
     await with_floor(cluster, device=0.2)
     await cluster.rounds(1)
     worker.side._changed.clear()
-    await cluster.admin.create("beta")
+    assert worker.num_changes == 1
     await cluster.admin.set_tier("acme", "volume", {"floor": 0.1})
-    await cluster.rounds(1)
+    await cluster.admin.set_contract("acme", share=3.0)
+    await cluster.rounds(3)
     assert not worker.side._changed.is_set()
+    assert worker.num_changes == 1
     await cluster.admin.set_tier("acme", "device", {"floor": 0.1})
     await cluster.rounds(1)
     assert worker.side._changed.is_set()
+    assert worker.num_changes == 2
 
 
-async def test_tenants_whose_floors_ended_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_floors, "MAX_ENDED", 3)
+async def test_an_engine_has_the_terms_of_all_records_and_of_no_others() -> None:
     cluster = Cluster(CAPACITY)
     (worker,) = cluster.workers
-    for number in range(6):
-        await cluster.admin.create(f"t{number}")
-        await cluster.admin.set_tier(f"t{number}", "device", {"floor": 0.05})
-        await cluster.rounds(1)
-        if number < 5:
-            await cluster.admin.set_tier(f"t{number}", "device", {"floor": 0.0})
+    await with_floor(cluster, device=0.2)
+    await cluster.admin.create("beta")
+    await cluster.admin.set_contract("beta", class_name="premium")
+    await cluster.admin.set_tier("beta", "device", {"ttl_s": 60.0})
+    await cluster.admin.create("gone")
     await cluster.rounds(1)
-    assert worker.floors["device"] == {"t3": 0.0, "t4": 0.0, "t5": 0.05}
+    standard, premium = (CLASSES[name].tiers["cpu"] for name in ("standard", "premium"))
+    assert worker.terms == {
+        "device": {
+            "acme": TierTerms(floor=0.2, cap=1.0),
+            "beta": msgspec.structs.replace(premium, ttl_s=60.0),
+            "gone": standard,
+        },
+        "cpu": {"acme": standard, "beta": premium, "gone": standard},
+    }
+    await cluster.admin.delete("gone")
+    await cluster.rounds(1)
+    assert worker.terms["device"]["gone"] is worker.terms["cpu"]["gone"] is None
 
 
-async def test_an_idle_worker_applies_a_changed_floor_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_floors, "PERIOD_S", 600.0)  # no period ends in this test
+async def test_terms_that_an_engine_did_not_take_are_given_again() -> None:
+    cluster = Cluster(CAPACITY)
+    (worker,) = cluster.workers
+    await with_floor(cluster, device=0.2)
+    await cluster.admin.create("beta")
+    apply, worker.side._apply = worker.side._apply, failing
+    with pytest.raises(RuntimeError):
+        await worker.step()
+    worker.side._apply = apply
+    await worker.side.step()
+    assert worker.terms["device"] == {"acme": TierTerms(floor=0.2, cap=1.0), "beta": TierTerms()}
+
+
+async def test_an_engine_takes_many_terms_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_terms, "MAX_AT_ONCE", 2)
+    cluster = Cluster(CAPACITY)
+    (worker,) = cluster.workers
+    for number in range(5):
+        await cluster.admin.create(f"t{number}")
+    await cluster.rounds(1)
+    assert worker.num_changes == 3
+    assert worker.terms["device"].keys() == worker.terms["cpu"].keys() == {f"t{number}" for number in range(5)}
+
+
+async def failing(terms: object) -> None:
+    raise RuntimeError("of this test")
+
+
+async def test_an_idle_worker_applies_changed_terms_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_terms, "PERIOD_S", 600.0)  # no period ends in this test
+    assert engine_terms.PAUSE_S < 1.0
     cluster = Cluster(CAPACITY)
     (worker,) = cluster.workers
     await with_floor(cluster, device=0.1)
     worker.side.start()
     try:
-        for floor in (0.2, 0.3, 0.0):
-            await cluster.admin.set_tier("acme", "device", {"floor": floor})
-            await until(lambda floor=floor: worker.floor() == floor)  # type: ignore[misc]
+        for fields in ({"floor": 0.2}, {"floor": 0.3, "ttl_s": 60.0}, {"floor": 0.0, "cap": 0.25}):
+            await cluster.admin.set_tier("acme", "device", fields)
+            wanted = (await cluster.admin.get("acme")).tiers["device"]
+            await until(lambda wanted=wanted: worker.terms["device"].get("acme") == wanted)  # type: ignore[misc]
     finally:
         await worker.side.close()
