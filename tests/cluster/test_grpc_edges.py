@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvferry.gateway import unread_answers
+from kvferry.gateway import admission, unread_answers
 from kvferry.gateway.admission import CountedRequest
 from kvferry.gateway.grpc import grpc_health, grpc_messages, grpc_reflection, grpc_server
 from kvferry.gateway.grpc.grpc_messages import MessageReads
@@ -97,7 +97,8 @@ async def test_a_message_that_does_not_come_is_waited_for_so_long(monkeypatch: p
 
 async def test_calls_whose_messages_are_slow_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_messages, "PATIENCE_S", 0.1)
-    async with running(gateway={"max_body_bytes": 4096, "max_pending_body_bytes": 20_000}) as cluster:
+    monkeypatch.setattr(admission, "MAX_PENDING_BODY_BYTES", 20_000)
+    async with running(gateway={"max_body_bytes": 4096}) as cluster:
         async with channel_to(cluster) as slow, channel_to(cluster) as channel:
             gateway = cluster.gateway
             assert gateway is not None
@@ -122,9 +123,10 @@ async def test_calls_whose_messages_are_slow_make_room_for_others(monkeypatch: p
         assert isinstance(reads, MessageReads)
 
 
-async def test_whole_answers_that_are_not_read_are_limited_in_all() -> None:
+async def test_whole_answers_that_are_not_read_are_limited_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two answers of 1 MB, the one that was unread longer is cut; the other one is whole."""
-    limits = {"max_body_bytes": 4096, "max_pending_body_bytes": 3 << 19}
+    monkeypatch.setattr(admission, "MAX_PENDING_BODY_BYTES", 3 << 19)
+    limits = {"max_body_bytes": 4096}
     sim = {"step_ms": 0.1, "prefill_tokens_per_s": 200_000.0}
     async with running(gateway=limits, sim=sim) as cluster, own_channel_to(cluster, *SMALL) as first:
         gateway = cluster.gateway

@@ -432,10 +432,6 @@ def test_volumes_need_equal_tensor_parallel_sizes() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (
-            {"gateway": {"max_pending_body_bytes": (8 << 20) - 1}},
-            r"max_pending_body_bytes \(8388607\) must be at least",
-        ),
         ({"gateway": {"max_prompt_tokens": 99}, "model": {"max_model_len": 100}}, r"max_prompt_tokens \(99\) must be"),
         ({"gateway": {"max_prompt_tokens": 8191}, "engine": {"kind": "sim"}}, r"the model's context \(8192\)"),
     ],

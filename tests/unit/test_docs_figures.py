@@ -126,7 +126,9 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
         ("an error's message | {} bytes:", "errors:MAX_ERROR_BYTES"),
         ("`gateway.max_requests`: {} |", "config:gateway.max_requests"),
         ("`gateway.max_prompt_tokens`: {} |", "config:gateway.max_prompt_tokens"),
-        ("`gateway.max_pending_body_bytes`: {} MiB; beyond", "config:gateway.max_pending_body_bytes/MiB"),
+        ("is reached, or bodies have {} MiB |", "gateway.admission:MAX_PENDING_BODY_BYTES/MiB"),
+        ("until the prompt is rendered | {} MiB; beyond", "gateway.admission:MAX_PENDING_BODY_BYTES/MiB"),
+        ("cut instead of a 429) | {} MiB |", "gateway.admission:MAX_PENDING_BODY_BYTES/MiB"),
         ("`gateway.images.max_pending_mib`: {} MiB;", "config:gateway.images.max_pending_mib"),
         ("or {} images are being fetched", "gateway.bodies.image_fetch:MAX_FETCHES"),
         ("images that are fetched | {} |", "gateway.bodies.image_fetch:MAX_FETCHES"),
@@ -135,7 +137,11 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
             "gateway.grpc.grpc_server:MAX_CALLS",
             "gateway.grpc.grpc_server:MAX_STREAMS_PER_CONNECTION",
         ),
-        ("`gateway.max_pending_body_bytes`, each for {} s;", "gateway.grpc.grpc_messages:MESSAGE_TIMEOUT_S"),
+        (
+            "as many as fit {} MiB, each for {} s;",
+            "gateway.admission:MAX_PENDING_BODY_BYTES/MiB",
+            "gateway.grpc.grpc_messages:MESSAGE_TIMEOUT_S",
+        ),
     ],
     "user/adapters.md": [
         ("max_rank: {} ", "config:adapters.max_rank"),
@@ -159,6 +165,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
     "operator/install.md": [("installs `vllm=={}` and `nixl=={}` with CUDA", "pin:vllm", "pin:nixl")],
     "operator/monitoring.md": [("For {} minutes the same request", "link.request_quarantine:QUARANTINE_S/minutes")],
     "operator/sizing.md": [
+        ("bodies and unread answers | {} MiB each", "gateway.admission:MAX_PENDING_BODY_BYTES/MiB"),
         ("{} more processes of 128 MiB", "engine.grammar_checks:NUM_FORKS"),
         ("{} more processes of 1,024 MiB", "config:gateway.images.processes"),
         ("and {} MiB of prepared images", "gateway.lifecycle:IMAGE_CACHE_BYTES/MiB"),
@@ -203,6 +210,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
     ],
     "operator/metrics.md": [
         ("the first of {}\neach that are tried", "observability.metrics_listener:NUM_PORTS"),
+        ("Bytes of bodies that are read or rendered; at most {} MiB", "gateway.admission:MAX_PENDING_BODY_BYTES/MiB"),
         ("`queue_full`: {} MiB of writes wait", "kvferry_keeper.volumes.volume_set:MAX_QUEUED_WRITE_BYTES/MiB"),
     ],
     "contributor/architecture/failures.md": [

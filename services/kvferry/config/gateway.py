@@ -97,8 +97,6 @@ class GatewayConfig(Section):
     # Choices in flight, of HTTP and gRPC: each is a request of its own on the workers. More get 429.
     max_requests: int = Field(1024, ge=1)
     max_prompt_tokens: int = Field(16 << 20, ge=1)  # of prompts in flight, once for each of their choices; more get 429
-    # Bytes of bodies of requests in flight; more get 429. Unread answers over HTTP may hold as many bytes again.
-    max_pending_body_bytes: int = Field(256 << 20, ge=1024)
     max_connections_per_peer: int = Field(0, ge=0)  # of one address, over HTTP; 0: no limit, as behind a load balancer
     # Names in `Host` beside loopback ones that a gateway without keys on loopback answers to, such as a proxy's.
     allowed_hosts: tuple[str, ...] = ()
@@ -124,12 +122,7 @@ class GatewayConfig(Section):
         return self.keys_file is not None or self.tenants_in_etcd or self.jwt.enabled
 
     @model_validator(mode="after")
-    def _ports_and_bodies_fit(self) -> GatewayConfig:
+    def _ports_differ(self) -> GatewayConfig:
         if self.http_port and self.http_port == self.grpc_port:
             raise ValueError(f"http_port and grpc_port are both {self.http_port}; each needs its own")
-        if self.max_pending_body_bytes < self.max_body_bytes:
-            raise ValueError(
-                f"max_pending_body_bytes ({self.max_pending_body_bytes}) must be at least max_body_bytes "
-                f"({self.max_body_bytes}), or the largest body could never be read"
-            )
         return self

@@ -100,6 +100,7 @@ KEY_TO_CONSTANT = {
     "engine.transfer_lease_s": "kvferry.engine.vllm.start.arguments.TRANSFER_LEASE_S",
     "gateway.max_connections": "kvferry.gateway.http.connection_limits.MAX_CONNECTIONS",
     "gateway.images.cache_mib": "kvferry.gateway.lifecycle.IMAGE_CACHE_BYTES",
+    "gateway.max_pending_body_bytes": "kvferry.gateway.admission.MAX_PENDING_BODY_BYTES",
     "tier.io_threads": "kvferry_keeper.volumes.volume_io.NUM_IO_THREADS",
     "tier.queue_mib": "kvferry_keeper.volumes.volume_set.MAX_QUEUED_WRITE_BYTES",
 }

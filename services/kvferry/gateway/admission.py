@@ -30,6 +30,9 @@ MAX_LOGPROB_ENTRIES = 1 << 20
 # each alternative (AMD EPYC).
 MAX_LOGPROB_CHOICES = 64
 MAX_STEP_LOGPROB_ENTRIES = 256
+# Of bodies in flight until their prompts are rendered; unread answers may hold as many bytes again. More than one body
+# may have (12 MiB), or the largest could never be read.
+MAX_PENDING_BODY_BYTES = 256 << 20
 # A body that took longer to arrive makes room for others.
 PATIENCE_S = 1.0
 # Between what is missing and the name of its pool, in `waiting_for`.
@@ -122,7 +125,7 @@ class Claim:
         if admission.num_body_bytes + num_bytes > admission.max_body_bytes:
             raise Overloaded(
                 f"this gateway has no room for {num_bytes} bytes of this body now; "
-                f"gateway.max_pending_body_bytes is {admission.max_body_bytes}"
+                f"those of all requests may have {admission.max_body_bytes}"
             )
         self.num_body_bytes += num_bytes
         admission.num_body_bytes += num_bytes
@@ -357,7 +360,7 @@ class Admission:
         self.arriving: dict[Claim, tuple[asyncio.Timeout, float]] = {}  # bodies and when they began, the oldest first
         self.max_choices = config.max_requests
         self.max_prompt_tokens = config.max_prompt_tokens
-        self.max_body_bytes = config.max_pending_body_bytes
+        self.max_body_bytes = MAX_PENDING_BODY_BYTES
         self.max_image_bytes = config.images.max_pending_mib << 20
         self.idle = asyncio.Event()  # set while nothing is in flight
         self.idle.set()

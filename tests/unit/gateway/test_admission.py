@@ -34,17 +34,18 @@ def prompt(num_tokens: int, max_tokens: int, logprobs: int | None = None) -> Ren
 @pytest.mark.parametrize(
     ("limit", "key", "take"),
     [
-        ("gateway.max_requests", "max_requests", Claim.take_choices),
-        ("gateway.max_prompt_tokens", "max_prompt_tokens", Claim.take_prompt_tokens),
-        ("gateway.max_pending_body_bytes", "max_pending_body_bytes", Claim.add_body_bytes),
+        ("gateway.max_requests is", "max_choices", Claim.take_choices),
+        ("gateway.max_prompt_tokens is", "max_prompt_tokens", Claim.take_prompt_tokens),
+        ("those of all requests may have", "max_body_bytes", Claim.add_body_bytes),
     ],
 )
 def test_a_limit_counts_what_all_requests_hold(limit: str, key: str, take: Callable[[Claim, int], None]) -> None:
-    gateway = admission(**{key: 2048})
+    gateway = admission()
+    setattr(gateway, key, 2048)
     with gateway.count_request("completions") as one, gateway.count_request("completions") as other:
         take(one.claim, 2000)
         take(other.claim, 48)
-        with pytest.raises(Overloaded, match=f"{limit} is 2048") as refused:
+        with pytest.raises(Overloaded, match=f"{limit} 2048") as refused:
             take(other.claim, 1)
         assert refused.value.retry_after_s is not None
         assert sum(gateway.in_flight) == 2048
@@ -54,7 +55,7 @@ def test_a_limit_counts_what_all_requests_hold(limit: str, key: str, take: Calla
 
 
 def test_bytes_of_a_body_count_until_it_is_rendered() -> None:
-    gateway = admission(max_pending_body_bytes=2048)
+    gateway = admission()
     with gateway.count_request("completions") as one:
         one.claim.add_body_bytes(2048)
         one.claim.take_choices(1)
