@@ -52,11 +52,11 @@ LIMITS = {
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
     "files": 308,
-    "lines": 45_898,
+    "lines": 45_893,
     "docstring_words": 34_327,  # a share of the lines would rise where code goes
     "root_modules": 7,
     "most_files_in_a_package": 19,
-    "settings": 185,
+    "settings": 184,
     "files_called": 71,
 }
 _LONG_FUNCTION = 60

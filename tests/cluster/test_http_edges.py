@@ -319,10 +319,10 @@ async def test_places_are_choices() -> None:
         assert "gateway.max_requests is 4" in five.json()["error"]["message"]
 
 
-async def test_prompt_tokens_in_flight_are_limited() -> None:
-    limits = {"max_prompt_tokens": 8192}
+async def test_prompt_tokens_in_flight_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_PENDING_PROMPT_TOKENS", 8192)
     async with (
-        running(gateway=limits, sim={"step_ms": 20.0}) as cluster,
+        running(sim={"step_ms": 20.0}) as cluster,
         httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
     ):
         long = {**BODY, "prompt": [7] * 5000, "max_tokens": 500}
@@ -330,7 +330,7 @@ async def test_prompt_tokens_in_flight_are_limited() -> None:
             await anext(answer.aiter_bytes())
             refused = await http.post("/v1/completions", json=long)
             assert refused.status_code == 429
-            assert "gateway.max_prompt_tokens is 8192" in refused.json()["error"]["message"]
+            assert "those of all requests may be 8192" in refused.json()["error"]["message"]
         both = await http.post("/v1/completions", json={**long, "n": 2})
         assert both.status_code == 400
 

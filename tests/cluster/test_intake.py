@@ -34,12 +34,13 @@ REQUESTS = [
     (MODEL, TENANTS_CHOICES + 1, 2 * CONTEXT, True, 400, "max_choices"),
     (MODEL, MANY, 2 * CONTEXT, True, 400, "context"),
     (MODEL, MANY, NUM_TOKENS, True, 400, f"{MAX_STEP_LOGPROB_ENTRIES} a token are allowed"),
-    (MODEL, MANY, NUM_TOKENS, False, 400, f"gateway.max_prompt_tokens is {MAX_PROMPT_TOKENS}"),
+    (MODEL, MANY, NUM_TOKENS, False, 400, f"; a gateway takes {MAX_PROMPT_TOKENS}"),
 ]
 
 
-async def test_both_protocols_check_limits_in_the_same_order() -> None:
-    gateway = {**IN_ETCD, "max_requests": MAX_CHOICES, "max_prompt_tokens": MAX_PROMPT_TOKENS}
+async def test_both_protocols_check_limits_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.gateway.admission.MAX_PENDING_PROMPT_TOKENS", MAX_PROMPT_TOKENS)
+    gateway = {**IN_ETCD, "max_requests": MAX_CHOICES}
     async with (
         running(gateway=gateway) as cluster,
         grpc_to(cluster) as channel,

@@ -13,7 +13,7 @@ DRAFTS = {"speculative_config": {"method": "draft_model", "model": "/models/draf
 
 
 def parsed(engine: dict[str, Any], **sections: Any) -> configuration.ClusterConfig:
-    return configuration.parse({"engine": engine, "gateway": {"max_prompt_tokens": 1 << 20}, **sections})
+    return configuration.parse({"engine": engine, **sections})
 
 
 def fault(engine: dict[str, Any], **sections: Any) -> str:

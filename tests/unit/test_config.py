@@ -429,18 +429,6 @@ def test_volumes_need_equal_tensor_parallel_sizes() -> None:
     parse({**volumes, "pools": {"p": {**ranks(1, 2), "dedicated": True}}})
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"gateway": {"max_prompt_tokens": 99}, "model": {"max_model_len": 100}}, r"max_prompt_tokens \(99\) must be"),
-        ({"gateway": {"max_prompt_tokens": 8191}, "engine": {"kind": "sim"}}, r"the model's context \(8192\)"),
-    ],
-)
-def test_limits_that_would_refuse_the_largest_request_for_ever_are_refused(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        parse(values)
-
-
 def test_a_request_waits_for_its_pages_as_long_as_they_may_wait_and_be_read() -> None:
     assert TierConfig(io_timeout_s=2.0).load_timeout_s == 4.0
 
@@ -558,10 +546,6 @@ NO_DEFAULT: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas":
         (
             {"models": [{"name": "a", "decode": {"engine": {"args": {"nonsense": 1}}}}]},
             "models[0].decode.engine.args: nonsense: vLLM's engine has no",
-        ),
-        (
-            {"sim": {"max_model_len": 9000}, "gateway": {"max_prompt_tokens": 8000}, "models": [{"name": "a"}]},
-            "gateway.max_prompt_tokens (8000) must be at least the model's context (9000)",
         ),
         (
             {"models": [{"name": "a", "prefill": {"engine": {"tensor_parallel_size": 3}}, **RANKS}]},

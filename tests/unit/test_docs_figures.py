@@ -125,8 +125,12 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
         ),
         ("an error's message | {} bytes:", "errors:MAX_ERROR_BYTES"),
         ("`gateway.max_requests`: {} |", "config:gateway.max_requests"),
-        ("`gateway.max_prompt_tokens`: {} |", "config:gateway.max_prompt_tokens"),
-        ("is reached, or bodies have {} MiB |", "gateway.admission:MAX_PENDING_BODY_BYTES/MiB"),
+        ("once for each of its choices | {} |", "gateway.admission:MAX_PENDING_PROMPT_TOKENS"),
+        (
+            "is reached, prompts have {} tokens, or bodies {} MiB |",
+            "gateway.admission:MAX_PENDING_PROMPT_TOKENS",
+            "gateway.admission:MAX_PENDING_BODY_BYTES/MiB",
+        ),
         ("until the prompt is rendered | {} MiB; beyond", "gateway.admission:MAX_PENDING_BODY_BYTES/MiB"),
         ("cut instead of a 429) | {} MiB |", "gateway.admission:MAX_PENDING_BODY_BYTES/MiB"),
         ("`gateway.images.max_pending_mib`: {} MiB;", "config:gateway.images.max_pending_mib"),
@@ -211,6 +215,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
     "operator/metrics.md": [
         ("the first of {}\neach that are tried", "observability.metrics_listener:NUM_PORTS"),
         ("Bytes of bodies that are read or rendered; at most {} MiB", "gateway.admission:MAX_PENDING_BODY_BYTES/MiB"),
+        ("once for each choice; at most {}. |", "gateway.admission:MAX_PENDING_PROMPT_TOKENS"),
         ("`queue_full`: {} MiB of writes wait", "kvferry_keeper.volumes.volume_set:MAX_QUEUED_WRITE_BYTES/MiB"),
     ],
     "contributor/architecture/failures.md": [

@@ -50,7 +50,6 @@ def test_the_context_is_what_the_rotations_reach() -> None:
             "vLLM takes one of the two",
         ),
         ({"engine": {"quality_report": "/r.json"}}, "engine.quality_report: with model.hf_overrides"),
-        ({"gateway": {"max_prompt_tokens": 131071}}, "must be at least the model's context (131072)"),
     ],
 )
 def test_what_is_not_taken_is_named(sections: dict[str, Any], words: str) -> None:
@@ -95,5 +94,5 @@ def test_ends_with_other_overrides_do_not_work_together(tmp_path: Path) -> None:
 
 
 def test_simulated_engines_have_no_context_of_overrides(tmp_path: Path) -> None:
-    config = parsed(engine={"kind": "sim"}, gateway={"max_prompt_tokens": 8192})
+    config = parsed(engine={"kind": "sim"})
     assert identity(config, str(tmp_path)).model.overrides == ""

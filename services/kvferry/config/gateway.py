@@ -96,7 +96,6 @@ class GatewayConfig(Section):
     max_body_bytes: int = Field(8 << 20, ge=1024, le=12 << 20)
     # Choices in flight, of HTTP and gRPC: each is a request of its own on the workers. More get 429.
     max_requests: int = Field(1024, ge=1)
-    max_prompt_tokens: int = Field(16 << 20, ge=1)  # of prompts in flight, once for each of their choices; more get 429
     max_connections_per_peer: int = Field(0, ge=0)  # of one address, over HTTP; 0: no limit, as behind a load balancer
     # Names in `Host` beside loopback ones that a gateway without keys on loopback answers to, such as a proxy's.
     allowed_hosts: tuple[str, ...] = ()

@@ -87,6 +87,14 @@ def simulated_engines_have_no_templates(config: ClusterConfig) -> Iterator[str]:
         yield "sim: settings of simulated engines, and engine.kind is vllm"
 
 
+def simulated_engines_take_their_settings(config: ClusterConfig) -> Iterator[str]:
+    if config.engine.kind == "sim":
+        try:
+            satellites.simulator().max_model_len(config.sim)
+        except ValueError as error:
+            yield str(error)
+
+
 def adapters_are_of_the_default_model(config: ClusterConfig) -> Iterator[str]:
     served = config.adapters.served
     if not served:
@@ -198,20 +206,6 @@ def overrides_stand_once(config: ClusterConfig, keys: Keys) -> Iterator[str]:
             yield f"{keys.of('engine.quality_report')}: with {overrides} nothing was measured"
 
 
-def longest_prompt_fits(config: ClusterConfig, keys: Keys) -> Iterator[str]:
-    max_model_len = config.model.max_model_len or config.model.hf_overrides.context
-    if config.engine.kind == "sim":
-        try:
-            max_model_len = satellites.simulator().max_model_len(config.sim)
-        except ValueError as error:
-            yield str(error)
-    if config.gateway.max_prompt_tokens < max_model_len:
-        yield (
-            f"gateway.max_prompt_tokens ({config.gateway.max_prompt_tokens}) must be at least the model's context "
-            f"({max_model_len}), or the longest prompt could never be admitted"
-        )
-
-
 # They get `of_model`, the configuration of the workers.
 RULES_OF_A_MODEL: tuple[ModelRule, ...] = (
     arguments_of_roles_are_taken,
@@ -219,7 +213,6 @@ RULES_OF_A_MODEL: tuple[ModelRule, ...] = (
     ranks_of_roles_fit,
     pages_have_the_models_dtype,
     overrides_stand_once,
-    longest_prompt_fits,
 )
 
 
@@ -265,6 +258,7 @@ RULES: tuple[Rule, ...] = (
     simulated_engines_have_no_templates,
     adapters_are_of_the_default_model,
     engines_can_have_adapters,
+    simulated_engines_take_their_settings,
     default_model_fits,
     hangs_are_noticed_first,
     models_of_their_own_fit,

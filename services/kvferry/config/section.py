@@ -101,6 +101,7 @@ KEY_TO_CONSTANT = {
     "gateway.max_connections": "kvferry.gateway.http.connection_limits.MAX_CONNECTIONS",
     "gateway.images.cache_mib": "kvferry.gateway.lifecycle.IMAGE_CACHE_BYTES",
     "gateway.max_pending_body_bytes": "kvferry.gateway.admission.MAX_PENDING_BODY_BYTES",
+    "gateway.max_prompt_tokens": "kvferry.gateway.admission.MAX_PENDING_PROMPT_TOKENS",
     "tier.io_threads": "kvferry_keeper.volumes.volume_io.NUM_IO_THREADS",
     "tier.queue_mib": "kvferry_keeper.volumes.volume_set.MAX_QUEUED_WRITE_BYTES",
 }

@@ -33,6 +33,8 @@ MAX_STEP_LOGPROB_ENTRIES = 256
 # Of bodies in flight until their prompts are rendered; unread answers may hold as many bytes again. More than one body
 # may have (12 MiB), or the largest could never be read.
 MAX_PENDING_BODY_BYTES = 256 << 20
+# Of prompts in flight, once for each of their choices: 64 MiB of them, and more than the context of any model.
+MAX_PENDING_PROMPT_TOKENS = 16 << 20
 # A body that took longer to arrive makes room for others.
 PATIENCE_S = 1.0
 # Between what is missing and the name of its pool, in `waiting_for`.
@@ -159,14 +161,13 @@ class Claim:
         admission = self._admission
         if num_tokens > admission.max_prompt_tokens:
             raise InvalidRequest(
-                f"choices times prompt tokens are {num_tokens}; "
-                f"gateway.max_prompt_tokens is {admission.max_prompt_tokens}",
+                f"choices times prompt tokens are {num_tokens}; a gateway takes {admission.max_prompt_tokens}",
                 param="n",
             )
         if admission.num_prompt_tokens + num_tokens > admission.max_prompt_tokens:
             raise Overloaded(
                 f"this gateway has no room for the {num_tokens} prompt tokens of this request now; "
-                f"gateway.max_prompt_tokens is {admission.max_prompt_tokens}"
+                f"those of all requests may be {admission.max_prompt_tokens}"
             )
         admission.require_tenants_part(
             self.tenant, _TOKENS, num_tokens, admission.num_prompt_tokens, admission.max_prompt_tokens
@@ -359,7 +360,7 @@ class Admission:
         self.num_image_bytes = 0
         self.arriving: dict[Claim, tuple[asyncio.Timeout, float]] = {}  # bodies and when they began, the oldest first
         self.max_choices = config.max_requests
-        self.max_prompt_tokens = config.max_prompt_tokens
+        self.max_prompt_tokens = MAX_PENDING_PROMPT_TOKENS
         self.max_body_bytes = MAX_PENDING_BODY_BYTES
         self.max_image_bytes = config.images.max_pending_mib << 20
         self.idle = asyncio.Event()  # set while nothing is in flight

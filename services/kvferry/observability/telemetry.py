@@ -234,7 +234,7 @@ REQUESTS_REFUSED = Metric("kvferry_requests_refused_total", COUNTER, "requests",
 REQUESTS_CANCELLED = Metric("kvferry_requests_cancelled_total", COUNTER, "requests", GATEWAY, "Requests whose client left before the end.")
 REQUESTS_IN_FLIGHT = Metric("kvferry_requests_in_flight", GAUGE, "requests", GATEWAY, "Requests being answered now.")
 CHOICES_IN_FLIGHT = Metric("kvferry_choices_in_flight", GAUGE, "choices", GATEWAY, "Choices of requests whose bodies are complete; at most gateway.max_requests.")
-PROMPT_TOKENS_IN_FLIGHT = Metric("kvferry_prompt_tokens_in_flight", GAUGE, "tokens", GATEWAY, "Prompt tokens of requests in flight, once for each choice; at most gateway.max_prompt_tokens.")
+PROMPT_TOKENS_IN_FLIGHT = Metric("kvferry_prompt_tokens_in_flight", GAUGE, "tokens", GATEWAY, "Prompt tokens of requests in flight, once for each choice; at most 16,777,216.")
 BODY_BYTES_IN_FLIGHT = Metric("kvferry_body_bytes_in_flight", GAUGE, "bytes", GATEWAY, "Bytes of bodies that are read or rendered; at most 256 MiB.")
 REQUEST_SECONDS = Metric("kvferry_request_seconds", HISTOGRAM, "seconds", GATEWAY, "From a request's arrival to the end of its answer or error.", (_ENDPOINT,), buckets=_WHOLE_BUCKETS_S)
 TIME_TO_FIRST_TOKEN = Metric("kvferry_time_to_first_token_seconds", HISTOGRAM, "seconds", GATEWAY, "From a request's arrival to its first token.", buckets=_LATENCY_BUCKETS_S)

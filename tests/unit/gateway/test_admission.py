@@ -35,7 +35,7 @@ def prompt(num_tokens: int, max_tokens: int, logprobs: int | None = None) -> Ren
     ("limit", "key", "take"),
     [
         ("gateway.max_requests is", "max_choices", Claim.take_choices),
-        ("gateway.max_prompt_tokens is", "max_prompt_tokens", Claim.take_prompt_tokens),
+        ("those of all requests may be", "max_prompt_tokens", Claim.take_prompt_tokens),
         ("those of all requests may have", "max_body_bytes", Claim.add_body_bytes),
     ],
 )
@@ -66,11 +66,12 @@ def test_bytes_of_a_body_count_until_it_is_rendered() -> None:
 
 
 def test_what_an_idle_gateway_would_refuse_too_is_no_overload() -> None:
-    gateway = admission(max_requests=4, max_prompt_tokens=100)
+    gateway = admission(max_requests=4)
+    gateway.max_prompt_tokens = 100
     with gateway.count_request("completions") as one:
         with pytest.raises(InvalidRequest, match=r"5 choices are too many; gateway\.max_requests is 4"):
             one.claim.take_choices(5)
-        with pytest.raises(InvalidRequest, match=r"are 102; gateway\.max_prompt_tokens is 100"):
+        with pytest.raises(InvalidRequest, match=r"are 102; a gateway takes 100"):
             one.claim.take_answer([prompt(17, 1), prompt(17, 1)], 3)
     assert gateway.in_flight == (0, 0, 0)
 
@@ -124,7 +125,8 @@ def test_a_full_or_leaving_gateway_refuses_before_it_reads() -> None:
 
 
 def test_a_tenant_holds_no_more_of_a_gateway_than_is_left_for_others() -> None:
-    gateway = admission(max_requests=64, max_prompt_tokens=6400)
+    gateway = admission(max_requests=64)
+    gateway.max_prompt_tokens = 6400
     gateway.by_tenant = TenantRequests()
     with gateway.count_request("completions") as flood, gateway.count_request("completions") as other:
         gateway.note_tenant(flood, "noise")
@@ -171,8 +173,8 @@ def test_refusals_say_nothing_of_what_others_have_in_flight(what: str, has_tenan
     of_others = (5, 12, 21) if has_tenants and what != "add_body_bytes" else (25, 28, 31)
     messages = set()
     for num_of_others in of_others:
-        gateway = admission(max_requests=64, max_prompt_tokens=64)
-        gateway.max_image_bytes = gateway.max_body_bytes = 64
+        gateway = admission(max_requests=64)
+        gateway.max_prompt_tokens = gateway.max_image_bytes = gateway.max_body_bytes = 64
         gateway.by_tenant = TenantRequests() if has_tenants else None
         with gateway.count_request("completions") as one, gateway.count_request("completions") as other:
             gateway.note_tenant(one, "evil")

@@ -179,9 +179,8 @@ is set. Empty: any, or the limit of its pods is enough.
 {{- define "kvferry.gatewayNeedsMiB" -}}
 {{- $gateway := .Values.config.gateway | default dict -}}
 {{- $images := $gateway.images | default dict -}}
-{{- $tokens := div (mul 4 ($gateway.max_prompt_tokens | default 16777216)) 1048576 -}}
 {{- $num := add (ternary 1 0 (ne (include "kvferry.servesDefault" .) "")) (len (.Values.config.models | default list)) -}}
-{{- $needed := add 811 512 $tokens (mul $num 356) -}}
+{{- $needed := add 811 512 64 (mul $num 356) -}}
 {{- if and $images (ne (int (dig "max_per_request" 8 $images)) 0) (include "kvferry.servesDefault" .) -}}
 {{- $needed = add $needed 811 (mul ($images.processes | default 2) ($images.memory_mib | default 1024)) ($images.max_pending_mib | default 512) 128 -}}
 {{- end -}}
