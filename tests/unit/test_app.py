@@ -262,7 +262,6 @@ def test_counts_and_placement_of_a_pool_change_no_version() -> None:
     before = versions()
     assert versions(decode={"replicas": 7, "num_gpus": 1, "resources": {"x": 1}}) == before
     assert versions(decode={"engine": {"max_num_seqs": 8}}) != before
-    assert versions(kv_cache_dtype="fp8") != before
 
 
 def test_a_cluster_may_have_pools_only() -> None:
