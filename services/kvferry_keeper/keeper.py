@@ -86,6 +86,7 @@ class Keeper:
         remote: RemoteChunks | None = None,
         keeper_id: str = "",
         clock: Callable[[], float] = time.monotonic,
+        read_tracing: Callable[[], Tracing | None] = lambda: None,
     ) -> None:
         if volumes and len(volumes) != len(config.volumes):
             raise ValueError(f"{len(volumes)} volumes for {len(config.volumes)} in the configuration")
@@ -93,7 +94,7 @@ class Keeper:
         self._volumes = tuple(volumes)
         self._remote = remote
         self._clock = clock
-        self.tracing: Tracing | None = None
+        self._read_tracing = read_tracing
         self.keeper_id = keeper_id or f"keeper-{secrets.token_hex(4)}"
         self._volume_set = VolumeSet(clock)
         self._jobs = JobTable(clock)
@@ -321,9 +322,9 @@ class Keeper:
             for i in range(len(keys)):
                 self._jobs.end_chunk(job, i, Cause.EPOCH_OVER)
         elif isinstance(message, messages.Load):
-            if self.tracing is not None and message.traceparent:
+            if message.traceparent and (tracing := self._read_tracing()) is not None:
                 context = TraceContext(message.traceparent, message.tracestate)
-                job.span = self.tracing.serve(context, "keeper load", {"kvferry.pages": len(keys)})
+                job.span = tracing.serve(context, "keeper load", {"kvferry.pages": len(keys)})
             self._runner.load(job, namespace, message)
         else:
             self._runner.store(job, namespace, message)

@@ -74,13 +74,13 @@ class KeeperHost:
         self.remote = RemoteReader(
             self._agent, self._others.locate, self._dial, keyring=keyring, timeout_s=tier.load_timeout_s
         )
-        self.keeper = Keeper(tier, (), remote=self.remote, keeper_id=self.keeper_id)
+        self._tracing: Tracing | None = None
+        self.keeper = Keeper(tier, (), remote=self.remote, keeper_id=self.keeper_id, read_tracing=lambda: self._tracing)
         self._tenants: VolumeTenants | None = None
         if config.gateway.tenants_in_etcd:
             self._tenants = VolumeTenants(membership, self.keeper, self._volumes)
         self.lender = ChunkLender(self.keeper, self._agent, timeout_s=tier.load_timeout_s)
-        self.server = KeeperServer(self.keeper, self.lender, node=self._node)
-        self._tracing: Tracing | None = None
+        self.server = KeeperServer(self.keeper, self.lender, node=self._node, read_tracing=lambda: self._tracing)
         self.metrics = KeeperMetrics(
             self.keeper,
             self.remote,
@@ -114,9 +114,7 @@ class KeeperHost:
         """Raises TierError for an unusable socket, UnavailableError without the registry."""
         self._prepare_environment()
         self._started_unix_s = time.time()
-        self._tracing = self.keeper.tracing = self.server.tracing = start_tracing(
-            self._config.tracing, service=MemberKind.KEEPER.value, instance=self.keeper_id
-        )
+        self._tracing = start_tracing(self._config.tracing, service=MemberKind.KEEPER.value, instance=self.keeper_id)
         await self.keeper.start()
         for place in range(len(self._volumes)):
             await self._open(place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -33,12 +34,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KeeperServer:
-    def __init__(self, keeper: Keeper, lender: ChunkLender, *, node: str) -> None:
+    def __init__(
+        self,
+        keeper: Keeper,
+        lender: ChunkLender,
+        *,
+        node: str,
+        read_tracing: Callable[[], Tracing | None] = lambda: None,
+    ) -> None:
         self._keeper = keeper
         self._lender = lender
         self._node = node
         self._server: grpc.aio.Server | None = None
-        self.tracing: Tracing | None = None
+        self._read_tracing = read_tracing
         self.port = 0
 
     def __repr__(self) -> str:
@@ -90,14 +98,14 @@ class KeeperServer:
             return await self._lend(request, context)
 
     def _span_of(self, request: pb.FetchRequest, context: Context) -> Span | None:
-        if self.tracing is None:
+        if (tracing := self._read_tracing()) is None:
             return None
         metadata = dict(context.invocation_metadata() or ())
         trace = TraceContext.of(str(metadata.get(TRACEPARENT, "")), str(metadata.get(TRACESTATE, "")))
         if trace is None:
             return None
         num_chunks = len(request.keys) // CHUNK_KEY_BYTES
-        return self.tracing.serve(trace, "keeper lend", {"kvferry.pages": num_chunks})
+        return tracing.serve(trace, "keeper lend", {"kvferry.pages": num_chunks})
 
     async def _lend(self, request: pb.FetchRequest, context: Context) -> pb.FetchReply:
         remaining_s = context.time_remaining()

@@ -398,14 +398,14 @@ async def test_residency_comes_in_order_with_the_steps(worker: WorkerServer, gat
     assert (got[1].sequence, got[1].cleared) == (8, True)
 
 
-async def test_a_snapshot_is_asked_for(worker: WorkerServer) -> None:
+async def test_a_snapshot_is_asked_for(engine: SimEngine) -> None:
     asked: list[str] = []
-    worker.on_snapshot_wanted = lambda session: asked.append(session.gateway_id)
-    gateway = Gateway(worker)
-    await gateway.hello()
-    await gateway.write(pb.Downward(want_snapshot=pb.WantSnapshot()))
-    await until(lambda: asked == ["g"])
-    await gateway.leave()
+    async with serving(engine, on_snapshot_wanted=lambda session: asked.append(session.gateway_id)) as worker:
+        gateway = Gateway(worker)
+        await gateway.hello()
+        await gateway.write(pb.Downward(want_snapshot=pb.WantSnapshot()))
+        await until(lambda: asked == ["g"])
+        await gateway.leave()
 
 
 async def test_residency_gives_way_to_outputs_when_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import uvloop
@@ -50,8 +51,8 @@ def member(link_address: str, member_id: str = "w") -> Member:
 
 
 @asynccontextmanager
-async def working() -> AsyncIterator[Worker]:
-    async with simulated() as engine, serving(engine, heartbeat_s=0.1) as server:
+async def working(**values: Any) -> AsyncIterator[Worker]:
+    async with simulated() as engine, serving(engine, heartbeat_s=0.1, **values) as server:
         relay = await TcpRelay(f"127.0.0.1:{server.frame_port}").start()
         try:
             yield Worker(engine, server, relay)
@@ -63,9 +64,9 @@ async def working() -> AsyncIterator[Worker]:
 async def linked(
     member: Member,
     config: WorkerConfig = WorkerConfig(),  # noqa: B008
-    on_vanished: Callable[[], None] = lambda: None,
+    **callbacks: Any,
 ) -> AsyncIterator[WorkerLink]:
-    link = WorkerLink(member, "g", lambda: None, config, on_vanished=on_vanished)
+    link = WorkerLink(member, "g", lambda: None, config, **callbacks)
     try:
         yield link
     finally:
@@ -265,12 +266,11 @@ async def test_a_message_that_cannot_be_read_does_not_end_the_link(nonsense: pb.
 async def test_a_kind_of_message_that_is_not_known_here_is_left_out() -> None:
     """A worker of a later release may send it."""
     residency = pb.Upward(residency=pb.Residency(sequence=3, snapshot=True))
+    heard: list[pb.Residency] = []
     async with (
         answering(lambda _: [WELCOME, pb.Upward(), residency]) as address,
-        linked(member(address)) as link,
+        linked(member(address), on_residency=lambda link, message: heard.append(message)) as link,
     ):
-        heard: list[pb.Residency] = []
-        link.on_residency = heard.append
         await until(lambda: bool(heard))
         assert (heard[0].sequence, link.generation, link.usable) == (3, 1, True)
 
@@ -285,12 +285,12 @@ async def test_what_comes_before_the_welcome_is_not_taken() -> None:
 
 
 async def test_residency_is_passed_on_and_a_snapshot_asked_for() -> None:
-    async with working() as worker, linked(worker.member()) as link:
-        heard: list[pb.Residency] = []
-        link.on_residency = heard.append
-        worker.server.on_snapshot_wanted = lambda gateway_session: gateway_session.send_residency(
-            pb.Residency(sequence=3, snapshot=True)
-        )
+    heard: list[pb.Residency] = []
+    snapshot = pb.Residency(sequence=3, snapshot=True)
+    async with (
+        working(on_snapshot_wanted=lambda session: session.send_residency(snapshot)) as worker,
+        linked(worker.member(), on_residency=lambda link, message: heard.append(message)) as link,
+    ):
         link.want_snapshot()  # too early: nothing happens
         await until(lambda: link.usable)
         link.want_snapshot()

@@ -351,7 +351,17 @@ class Admission:
 
     # A body counts its bytes as they arrive, until it is rendered; choices and prompt tokens count from then on.
 
-    def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, read_readiness: Callable[[], Readiness]) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        metrics: GatewayMetrics,
+        read_readiness: Callable[[], Readiness],
+        *,
+        by_tenant: TenantRequests | None = None,
+        limits: GatewayLimits | None = None,
+        read_tracing: Callable[[], Tracing | None] = lambda: None,
+    ) -> None:
+        """`by_tenant` is None unless tenants can be deleted."""
         self.draining = False
         self._in_flight: dict[CountedRequest, None] = {}  # also those whose bodies are read
         self.num_choices = 0
@@ -365,12 +375,15 @@ class Admission:
         self.max_image_bytes = config.images.max_pending_mib << 20
         self.idle = asyncio.Event()  # set while nothing is in flight
         self.idle.set()
-        self.tracing: Tracing | None = None
-        self.by_tenant: TenantRequests | None = None  # where tenants can be deleted
-        self.limits: GatewayLimits | None = None
+        self.by_tenant, self.limits = by_tenant, limits
+        self._read_tracing = read_tracing
         self._held: dict[tuple[str, str], int] = {}  # choices and prompt tokens of each tenant
         self._metrics = metrics
         self._read_readiness = read_readiness
+
+    @property
+    def tracing(self) -> Tracing | None:
+        return self._read_tracing()
 
     @property
     def num_in_flight(self) -> int:

@@ -42,6 +42,7 @@ from kvferry.gateway.models import AdapterNames, Models
 from kvferry.gateway.prometheus_targets import Targets
 from kvferry.gateway.timeouts import TokenTimeouts
 from kvferry.gateway.tls import GatewayTls
+from kvferry.gateway.usage.tenant_uses import TenantUses
 from kvferry.gateway.usage.usage_log import UsageLog
 from kvferry.link.identity.served_model import identity
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
@@ -187,9 +188,13 @@ class GatewayHost:
         self.gateway_id, self._started_unix_s = MemberId(f"gateway-{secrets.token_hex(4)}"), time.time()
         self.port = 0
         self._num_expected = _replicas(config)
+        self.identification = Identification(config.gateway, membership.records, self._note_readiness)
+        self._usage_log = self._make_usage_log()
         self.metrics = GatewayMetrics(
             self._sample_workers,
             self._sample_volumes,
+            tenants=self._make_tenant_uses(),
+            read_models=lambda: self._models.ready(),
             is_ready=lambda: self.readiness().ready,
             read_num_queued=lambda: self._dispatcher.num_queued,
             read_span_counts=self._span_counts,
@@ -202,25 +207,32 @@ class GatewayHost:
         self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
         self.residency = ResidencySubscriber(ResidencyIndex())
         self.policy = _policy(config, self.residency.index)
+        self._models = self._make_models(make_renderer)
         self.worker_pool = WorkerPool(
             membership,
             self.gateway_id,
             config.worker,
+            identity_of=self._models.identity_of,
             max_queued_requests=config.gateway.max_queued_requests,
             on_up=self.residency.linked,
             on_down=self.residency.gone,
+            on_residency=self.residency.received,
             on_gone=self.policy.forget,
             on_change=self._note_readiness,
         )
-        self._models = self._make_models(make_renderer)
         self.keeper_volumes = KeeperVolumes(membership, self.residency.index, follow_over(config.worker.tls))
         gateway, models = config.gateway, self._models
         self._adapters = adapters = AdapterNames(models, config.adapters)
         self._dispatcher = Dispatcher(self.worker_pool, self.policy, self.metrics, gateway, volumes=self._volumes_of)
-        self.admission = Admission(gateway, self.metrics, self.readiness)
-        self.identification = Identification(gateway, membership.records, self._note_readiness)
         limits, access = self.identification.limits, self.identification.access
-        self.admission.by_tenant, self.admission.limits = self.identification.requests, limits
+        self.admission = Admission(
+            gateway,
+            self.metrics,
+            self.readiness,
+            by_tenant=self.identification.requests,
+            limits=limits,
+            read_tracing=lambda: self._tracing,
+        )
         self._usage = UsageExchange(self.worker_pool, limits) if limits is not None else None
         targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http").read
         self.app = HttpApp(gateway, models, adapters, self.metrics, self.admission, self.readiness, access, targets)
@@ -249,23 +261,15 @@ class GatewayHost:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
         listeners = [listener, *(listener.dup() for _ in range(ACCEPTS_PER_TURN - 1))]
-        self._tracing = self.admission.tracing = start_tracing(
-            self._config.tracing, service=MemberKind.GATEWAY.value, instance=self.gateway_id
-        )
+        self._tracing = start_tracing(self._config.tracing, service=MemberKind.GATEWAY.value, instance=self.gateway_id)
         await self._server.start(listeners)
         await self._listener.start()
         if gateway.grpc_port is not None:
             await self.grpc.start(self._tls.grpc_credentials() if self._tls is not None else None)
             self._notifier = asyncio.create_task(self._notify_readiness())
         self.identification.start()
-        if (directory := self.identification.directory) is not None:
-            self.metrics.tenants.read_registered = directory.names
-            self.metrics.tenants.is_registered = directory.has
-        if gateway.usage_dir is not None:
-            self.metrics.tenants.log = UsageLog(
-                gateway.usage_dir, self.gateway_id, read_unfinished=self.admission.unfinished_uses
-            )
-            self.metrics.tenants.log.start()
+        if self._usage_log is not None:
+            self._usage_log.start()
         # Before any link: a worker of another model must not get this gateway's tokens.
         await self._models.identify()
         self.worker_pool.start()
@@ -373,8 +377,8 @@ class GatewayHost:
             await self._fetcher.close()
         await self._listener.stop()
         await self._server.stop()
-        if self.metrics.tenants.log is not None:
-            await self.metrics.tenants.log.close()
+        if self._usage_log is not None:
+            await self._usage_log.close()
         if self._tracing is not None:
             await self._tracing.close()
         await self._membership.close()
@@ -390,7 +394,7 @@ class GatewayHost:
         return self.keeper_volumes.costs(self._models.volumes_of(pool))
 
     def _make_models(self, make_renderer: Callable[[ClusterConfig, str], Renderer]) -> Models:
-        models = Models(
+        return Models(
             self._config,
             self._model_folder,
             make_renderer=make_renderer,
@@ -398,8 +402,18 @@ class GatewayHost:
             has_workers=lambda pool: bool(self.worker_pool.usable(MemberKind.DECODE, pool)),
             on_change=self._note_models,
         )
-        self.worker_pool.identity_of, self.metrics.models.read_ready = models.identity_of, models.ready
-        return models
+
+    def _make_usage_log(self) -> UsageLog | None:
+        folder = self._config.gateway.usage_dir
+        if folder is None:
+            return None
+        return UsageLog(folder, self.gateway_id, read_unfinished=lambda: self.admission.unfinished_uses())
+
+    def _make_tenant_uses(self) -> TenantUses:
+        directory = self.identification.directory
+        if directory is None:
+            return TenantUses(log=self._usage_log)
+        return TenantUses(directory.names, directory.has, self._usage_log)
 
     def _note_models(self) -> None:
         self.worker_pool.models_changed()

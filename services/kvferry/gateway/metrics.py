@@ -95,6 +95,8 @@ class GatewayMetrics(RouterMetrics):
         read_workers: Callable[[], Sequence[WorkerSample]] = tuple,
         read_volumes: Callable[[], Sequence[VolumeSample]] = tuple,
         *,
+        tenants: TenantUses | None = None,
+        read_models: Callable[[], Mapping[str, bool]] = dict,
         is_ready: Callable[[], bool] = lambda: False,
         read_num_queued: Callable[[], int] = lambda: 0,
         read_span_counts: Callable[[], SpanCounts] = SpanCounts,
@@ -103,7 +105,7 @@ class GatewayMetrics(RouterMetrics):
         read_num_unread_bytes: Callable[[], int] = lambda: 0,
         read_num_image_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`read_outcomes` returns those of renderers and of fetches of images.
+        """`read_models` returns which models are ready, `read_outcomes` those of renderers and of fetches of images.
 
         `read_admitted` returns the requests, choices, prompt tokens and body bytes in flight.
         """
@@ -130,9 +132,9 @@ class GatewayMetrics(RouterMetrics):
         exposition.read((IMAGE_BYTES_IN_FLIGHT,), lambda: [Reading(IMAGE_BYTES_IN_FLIGHT, (), read_num_image_bytes())])
         exposition.read((GATEWAY_SPANS,), lambda: read_spans(GATEWAY_SPANS, read_span_counts()))
         exposition.read((GRAMMAR_CHECKS, IMAGE_CHATS, IMAGES, IMAGE_FETCHES), lambda: _of_rendering(*read_outcomes()))
-        self.tenants = TenantUses()
+        self.tenants = tenants or TenantUses()
         exposition.read(TENANTS_SEEN, self.tenants.readings)
-        self.models = ModelUses()
+        self.models = ModelUses(read_models)
         exposition.read(MODELS_SEEN, self.models.readings)
         exposition.read((USAGE_RECORDS_LOST,), lambda: [Reading(USAGE_RECORDS_LOST, (), self.tenants.num_lost)])
         exposition.read(WORKERS_SEEN, lambda: _of_workers(read_workers()))

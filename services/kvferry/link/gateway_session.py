@@ -151,14 +151,14 @@ class GatewaySession:
         worker: SessionHost,
         transport: SessionTransport,
         hello: pb.Hello,
-        on_snapshot_wanted: Callable[[GatewaySession], None] | None = None,
+        on_snapshot_wanted: Callable[[GatewaySession], None],
     ) -> None:
         self.gateway_id = hello.gateway_id
         self.features = identity_of(hello).features
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self._tenants = SessionTenants(lambda number: number in self.tasks or number in self._reserved, worker.meter)
         self._reserved: set[int] = set()  # places of requests that are not submitted yet
-        self.on_snapshot_wanted = on_snapshot_wanted
+        self._on_snapshot_wanted = on_snapshot_wanted
         self._worker = worker
         self._transport = transport
         self._loop = asyncio.get_running_loop()
@@ -218,8 +218,7 @@ class GatewaySession:
             case "release":
                 self._release(message.release)
             case "want_snapshot":
-                if self.on_snapshot_wanted is not None:
-                    self.on_snapshot_wanted(self)
+                self._on_snapshot_wanted(self)
             case "elsewhere":
                 self._worker.elsewhere(message.elsewhere, self)
             case "quarantined" | "quarantine_known":

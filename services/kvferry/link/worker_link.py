@@ -54,6 +54,9 @@ class Place:
             self._link.release_place(self)
 
 
+OnResidency = Callable[["WorkerLink", pb.Residency], None]
+
+
 class WorkerLink:
     """Owns the connection and its requests; dials again until `close`.
 
@@ -69,6 +72,7 @@ class WorkerLink:
         worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
         *,
         identity: GatewayIdentity | None = None,
+        on_residency: OnResidency = lambda link, message: None,
         on_room: Callable[[], None] = lambda: None,  # a full worker has room
         on_survived: Callable[[], None] = lambda: None,  # the worker is back with the same engine
         on_vanished: Callable[[], None] = lambda: None,  # it went away without a word
@@ -83,10 +87,10 @@ class WorkerLink:
         self.is_full = False  # it refuses new requests
         self.why_incompatible = ""  # empty unless worker and gateway must not work together
         self.features = self.adapters = frozenset[str]()  # of the worker
-        self.on_residency: Callable[[pb.Residency], None] | None = None
         self.quarantine = QuarantineExchange(
             self._send, lambda: self.features if self.connected else frozenset(), on_quarantined
         )
+        self._on_residency = on_residency
         self._on_room, self._on_survived, self._on_vanished = on_room, on_survived, on_vanished
         self._engine_id = ""  # of the last connection
         self.identity = identity or GatewayIdentity()
@@ -309,8 +313,7 @@ class WorkerLink:
                 case "step" if self.connected:
                     self._on_step(message.step)
                 case "residency" if self.connected:
-                    if self.on_residency is not None:
-                        self.on_residency(message.residency)
+                    self._on_residency(self, message.residency)
                 case "welcome" if not self.connected:
                     if message.welcome.worker_id != self.member.member_id:
                         # Another process took the port of a worker that is gone.

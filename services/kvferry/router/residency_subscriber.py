@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from kvferry.link.worker_link import WorkerLink
-from kvferry.membership.base import MemberId
 from kvferry.residency.codec import residency_from_wire
 from kvferry.residency.feed import Delta, ResidencyFollower
 from kvferry.residency.index import ResidencyIndex
@@ -17,7 +16,7 @@ log = logging.getLogger(__name__)
 class ResidencySubscriber:
     def __init__(self, index: ResidencyIndex) -> None:
         self.index = index
-        self._followers: dict[MemberId, ResidencyFollower] = {}
+        self._followers: dict[WorkerLink, ResidencyFollower] = {}  # of links that are up
 
     def __repr__(self) -> str:
         return f"<ResidencySubscriber {self.index} of {len(self._followers)} workers>"
@@ -28,17 +27,18 @@ class ResidencySubscriber:
 
     def linked(self, link: WorkerLink) -> None:
         """Ask for a snapshot on a new link. Known pages stay until then."""
-        member_id = link.member.member_id
-        follower = self._followers[member_id] = ResidencyFollower(self.index, member_id)
-        link.on_residency = lambda message: self._apply(link, follower, message)
+        self._followers[link] = ResidencyFollower(self.index, link.member.member_id)
         link.want_snapshot()
 
-    def gone(self, member_id: MemberId) -> None:
-        follower = self._followers.pop(member_id, None)
+    def gone(self, link: WorkerLink) -> None:
+        follower = self._followers.pop(link, None)
         if follower is not None:
             follower.drop()
 
-    def _apply(self, link: WorkerLink, follower: ResidencyFollower, message: pb.Residency) -> None:
+    def received(self, link: WorkerLink, message: pb.Residency) -> None:
+        follower = self._followers.get(link)
+        if follower is None:
+            return  # the worker was dropped, and its link is about to close
         waited = follower.needs_snapshot
         update = residency_from_wire(message)
         if isinstance(update, Delta):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from kvferry.config import WorkerConfig
 from kvferry.link.identity.protocol import GatewayIdentity
 from kvferry.link.request_quarantine import Quarantine
-from kvferry.link.worker_link import WorkerLink
+from kvferry.link.worker_link import OnResidency, WorkerLink
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership
 from kvferry.membership.follower import MemberFollower
 from kvferry.router.engine_losses import EngineLosses
@@ -36,26 +36,29 @@ class WorkerPool:
         gateway_id: str,
         worker: WorkerConfig = WorkerConfig(),  # noqa: B008 - frozen
         *,
+        identity_of: Callable[[str], GatewayIdentity | None] | None = None,
         max_queued_requests: int = 0,
         on_up: Callable[[WorkerLink], None] = lambda link: None,
-        on_down: Callable[[MemberId], None] = lambda member_id: None,
+        on_down: Callable[[WorkerLink], None] = lambda link: None,
+        on_residency: OnResidency = lambda link, message: None,
         on_gone: Callable[[MemberId], None] = lambda member_id: None,
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_up` and `on_down` report links, `on_gone` forgotten workers, `on_change` all these and draining.
 
+        `identity_of` returns what this gateway says of itself to workers of a pool, and they compare. None: it does
+        not serve their model now, so they are not dialled before `models_changed`. Without it, it says nothing.
         Each pool may have `max_queued_requests` that wait for room. `clock` stamps candidates, in seconds.
         """
         self.queues = RoomQueues(max_queued_requests, clock)
         self.losses, self.quarantined = EngineLosses(self.queues.note_room), Quarantine()
-        # What this gateway says of itself to workers of a pool, and they compare. None: it does not serve their model
-        # now, so they are not dialled before `models_changed`.
         unknown = GatewayIdentity()
-        self.identity_of: Callable[[str], GatewayIdentity | None] = lambda pool: unknown
+        self._identity_of = identity_of or (lambda pool: unknown)
         self._not_served: dict[MemberId, Member] = {}
         self._on_up = on_up
         self._on_down = on_down
+        self._on_residency = on_residency
         self._up: dict[MemberId, int] = {}  # generation of the links that are up
         self._on_gone = on_gone
         self._notify_change = on_change
@@ -172,13 +175,14 @@ class WorkerPool:
             return
         if known is not None:
             self._drop(member.member_id)
-        identity = self.identity_of(member.pool)
+        identity = self._identity_of(member.pool)
         if identity is None:
             self._not_served[member.member_id] = member
             return
         self._links[member.member_id] = WorkerLink(
             *(member, self._gateway_id, self._on_change, self._worker),
             identity=identity,
+            on_residency=self._on_residency,
             on_room=lambda: self.queues.note_room(member.pool),
             on_survived=lambda: self.losses.forgive(member.member_id),
             on_vanished=lambda: self.losses.note_vanished(member.member_id, self._clock()),
@@ -206,7 +210,7 @@ class WorkerPool:
                 if known := self.quarantined.to_wire(self._clock()):
                     link.quarantine.tell(known)
             elif not link.connected and self._up.pop(member_id, None) is not None:
-                self._on_down(member_id)
+                self._on_down(link)
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -230,7 +234,7 @@ class WorkerPool:
         if link is not None:
             link.identity.left(member_id)
             if self._up.pop(member_id, None) is not None:
-                self._on_down(member_id)
+                self._on_down(link)
             self._on_gone(member_id)
             self._closing.spawn(link.close())
 

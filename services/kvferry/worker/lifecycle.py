@@ -30,6 +30,7 @@ from kvferry.util.addresses import POD_UID_VARIABLE, join_host_port
 from kvferry.util.shared_memory import record_shared_memory
 from kvferry.worker.engine_terms import EngineTerms
 from kvferry.worker.metrics import WorkerMetrics
+from kvferry.worker.request_instrumentation import RequestInstrumentation
 from kvferry.worker.residency_publisher import ResidencyPublisher
 from kvferry.worker.server import HEARTBEAT_S, WorkerServer
 from kvferry.worker.turns import Turns
@@ -102,6 +103,15 @@ class WorkerHost:
         self._health_task: asyncio.Task[None] | None = None
         role = f"{kind.value}-{pool}" if pool else kind.value
         self.worker_id = MemberId(f"{role}-{secrets.token_hex(4)}")
+        self.residency = ResidencyPublisher(engine, lambda: self.server.sessions)
+        self._tracing: Tracing | None = None
+        self.metrics = WorkerMetrics(
+            engine,
+            lambda: self.server,
+            worker_id=self.worker_id,
+            role=kind.value,
+            read_span_counts=self._span_counts,
+        )
         self.server = WorkerServer(
             engine,
             worker_id=self.worker_id,
@@ -113,11 +123,8 @@ class WorkerHost:
             turns=build_turns(config, kind, pool),
             pool=self._pool,
             has_pools=bool(config.pools),
-        )
-        self.residency = ResidencyPublisher(engine, self.server)
-        self._tracing: Tracing | None = None
-        self.metrics = self.server.instrumentation.metrics = WorkerMetrics(
-            engine, self.server, worker_id=self.worker_id, role=kind.value, read_span_counts=self._span_counts
+            instrumentation=RequestInstrumentation(kind.value, self.metrics, lambda: self._tracing),
+            on_snapshot_wanted=self.residency.send_snapshot,
         )
         self._listener = MetricsListener(config.metrics, config.metrics.worker_port, self.metrics.render)
         self._terms: EngineTerms | None = None
@@ -153,9 +160,7 @@ class WorkerHost:
         if run_dir := os.environ.get("KVFERRY_RUN_DIR"):
             record_shared_memory(Path(run_dir), self.worker_id, os.getpid())
         # After the engine, which may fork: this starts a thread.
-        self._tracing = self.server.instrumentation.tracing = start_tracing(
-            self._config.tracing, service=self._kind.value, instance=self.worker_id
-        )
+        self._tracing = start_tracing(self._config.tracing, service=self._kind.value, instance=self.worker_id)
         self.residency.start()
         await self.server.start()
         await self._listener.start()

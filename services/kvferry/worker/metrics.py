@@ -43,14 +43,14 @@ class WorkerMetrics:
     def __init__(
         self,
         engine: Engine,
-        server: WorkerServer,
+        read_server: Callable[[], WorkerServer],
         *,
         worker_id: str,
         role: str,
         read_span_counts: Callable[[], SpanCounts] = SpanCounts,
     ) -> None:
         self._engine = engine
-        self._server = server
+        self._read_server = read_server
         self._read_span_counts = read_span_counts
         self.exposition = Exposition(Exporter.WORKER, {"worker": worker_id, "role": role})
         requests = self.exposition.counter(telemetry.ENGINE_REQUESTS)
@@ -84,7 +84,7 @@ class WorkerMetrics:
             return ()
 
     def _read(self) -> Iterator[Reading]:
-        engine, server = self._engine, self._server
+        engine, server = self._engine, self._read_server()
         try:
             stats, kv_transfer, num_cpu_pages = engine.stats(), engine.kv_transfer_stats(), engine.info.num_cpu_pages
             usages = engine.tenant_usages()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineTimes, FinishReason
@@ -22,10 +23,18 @@ class RequestMetrics(Protocol):
 class RequestInstrumentation:
     """`metrics` and `tracing` are None when disabled."""
 
-    def __init__(self, role: str) -> None:
-        self.role = role
-        self.metrics: RequestMetrics | None = None
-        self.tracing: Tracing | None = None
+    def __init__(
+        self,
+        role: str,
+        metrics: RequestMetrics | None = None,
+        read_tracing: Callable[[], Tracing | None] = lambda: None,
+    ) -> None:
+        self.role, self.metrics = role, metrics
+        self._read_tracing = read_tracing
+
+    @property
+    def tracing(self) -> Tracing | None:
+        return self._read_tracing()
 
     def refused(self) -> None:
         if self.metrics is not None:
@@ -33,8 +42,8 @@ class RequestInstrumentation:
 
     def begin(self, request: EngineRequest) -> InstrumentedRequest:
         span = None
-        if request.trace is not None and self.tracing is not None:
-            span = self.tracing.serve(
+        if request.trace is not None and (tracing := self.tracing) is not None:
+            span = tracing.serve(
                 request.trace,
                 f"worker {self.role}",
                 {

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from kvferry.engine.base import Engine
 from kvferry.link.gateway_session import GatewaySession
 from kvferry.residency.codec import delta_to_wire, part_to_wire
 from kvferry.residency.feed import SnapshotPart
 from kvferry.worker.page_mirror import PageMirror
-from kvferry.worker.server import WorkerServer
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +32,14 @@ _PAGES_PER_ENGINE_PAGE = 4
 class ResidencyPublisher:
     """Owns the engine's PageMirror. `start` it once the engine is up."""
 
-    def __init__(self, engine: Engine, server: WorkerServer) -> None:
+    def __init__(self, engine: Engine, read_sessions: Callable[[], Collection[GatewaySession]]) -> None:
         self._engine = engine
-        self._server = server
+        self._read_sessions = read_sessions
         self._subscribers: set[GatewaySession] = set()  # receive deltas since their snapshot
         self._unsent: dict[GatewaySession, Iterator[SnapshotPart]] = {}  # parts of snapshots
         self._task: asyncio.Task[None] | None = None
         self._flush_scheduled = False
         self.mirror: PageMirror | None = None
-        server.on_snapshot_wanted = self._send_snapshot
 
     def __repr__(self) -> str:
         return f"<ResidencyPublisher {self.mirror} to {len(self._subscribers)} gateways>"
@@ -78,7 +76,7 @@ class ResidencyPublisher:
     def _flush(self) -> None:
         self._flush_scheduled = False
         delta = self.mirror.next_delta() if self.mirror is not None else None
-        self._subscribers.intersection_update(self._server.sessions)
+        self._subscribers.intersection_update(self._read_sessions())
         if delta is None:
             return
         message = delta_to_wire(delta)
@@ -86,7 +84,7 @@ class ResidencyPublisher:
             # A gateway that reads too slowly (False) sees the gap and asks for a snapshot.
             session.send_residency(message)
 
-    def _send_snapshot(self, session: GatewaySession) -> None:
+    def send_snapshot(self, session: GatewaySession) -> None:
         if self.mirror is None:
             return
         self._subscribers.add(session)
@@ -98,7 +96,7 @@ class ResidencyPublisher:
     def _send_parts(self, session: GatewaySession) -> None:
         """Send parts while the gateway reads them: a large snapshot is more than may wait for it."""
         parts = self._unsent.get(session)
-        if parts is None or session not in self._server.sessions:
+        if parts is None or session not in self._read_sessions():
             self._unsent.pop(session, None)
             return
         while session.pending_bytes < MAX_WAITING_BYTES:

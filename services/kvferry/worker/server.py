@@ -46,7 +46,7 @@ _AT_ONCE = contextlib.nullcontext(OnEngine())
 class WorkerServer:
     """Listens on `port` (gRPC, for tools) and on `frame_port` (links); with `tls`, clients need certificates.
 
-    A gateway that asks for all held pages causes `on_snapshot_wanted`.
+    `on_snapshot_wanted` gets the session of a gateway that asks for all held pages.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class WorkerServer:
         turns: Turns | None = None,
         pool: str = "",
         has_pools: bool = False,
+        instrumentation: RequestInstrumentation | None = None,
+        on_snapshot_wanted: Callable[[GatewaySession], None] = lambda session: None,
     ) -> None:
         """`has_pools`: the cluster has named ones, so gateways that do not know pools are refused."""
         self.identity = identity or Identity()
@@ -95,10 +97,10 @@ class WorkerServer:
         self._quarantine = QuarantineRelay()
         self._refused_gateways: dict[str, None] = {}  # of another cluster, model or protocol; oldest first
         self.draining = False
-        self.instrumentation = RequestInstrumentation(role)
+        self.instrumentation = instrumentation or RequestInstrumentation(role)
         self.died = asyncio.Event()  # set once the engine is known to be dead
         self.why_died = ""
-        self.on_snapshot_wanted: Callable[[GatewaySession], None] | None = None
+        self._on_snapshot_wanted = on_snapshot_wanted
 
     def __repr__(self) -> str:
         return (
@@ -183,7 +185,7 @@ class WorkerServer:
     # Called by transports and sessions
 
     def attach(self, transport: SessionTransport, hello: pb.Hello) -> GatewaySession:
-        session = GatewaySession(self, transport, hello, self._want_snapshot)
+        session = GatewaySession(self, transport, hello, self._on_snapshot_wanted)
         self._sessions.add(session)
         self._quarantine.attach(session, asyncio.get_running_loop().time())
         return session
@@ -353,10 +355,6 @@ class WorkerServer:
     @property
     def heartbeat_s(self) -> float:
         return self._heartbeat_s
-
-    def _want_snapshot(self, session: GatewaySession) -> None:
-        if self.on_snapshot_wanted is not None:
-            self.on_snapshot_wanted(session)
 
     def _engine_stats(self) -> EngineStats:
         try:

@@ -17,8 +17,7 @@ def note(uses: ModelUses, asked: str, model: str, outcome: str = "ok") -> None:
 
 
 def test_requests_count_by_model_that_answered_and_model_that_was_asked() -> None:
-    uses = ModelUses()
-    uses.read_ready = lambda: {"new": True, "old": False}
+    uses = ModelUses(lambda: {"new": True, "old": False})
     for asked, model, outcome in (("old", "old", "ok"), ("old", "new", "ok"), ("new", "new", "failed")):
         note(uses, asked, model, outcome)
     readings = list(uses.readings())

@@ -25,8 +25,7 @@ def requests_of(uses: TenantUses) -> dict[str, float]:
 
 
 def test_registered_tenants_have_series_before_their_first_request() -> None:
-    uses = TenantUses()
-    uses.read_registered, uses.is_registered = (lambda: ["acme", "beta"]), {"acme", "beta"}.__contains__
+    uses = TenantUses(lambda: ["acme", "beta"], {"acme", "beta"}.__contains__)
     assert requests_of(uses) == {"acme": 0, "beta": 0, OTHER: 0}
     note(uses, "acme")
     note(uses, "stranger", "refused")
@@ -38,9 +37,8 @@ def test_registered_tenants_have_series_before_their_first_request() -> None:
 
 
 def test_a_deleted_tenants_counts_stay() -> None:
-    uses = TenantUses()
     registered = ["acme", "beta"]
-    uses.read_registered, uses.is_registered = (lambda: registered), (lambda name: name in registered)
+    uses = TenantUses(lambda: registered, lambda name: name in registered)
     note(uses, "acme")
     note(uses, "beta")
     registered.remove("acme")
@@ -49,9 +47,8 @@ def test_a_deleted_tenants_counts_stay() -> None:
 
 def test_no_count_falls_when_other_tenants_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenant_uses, "MAX_NAMED", 2)
-    uses = TenantUses()
     registered: set[str] = set()
-    uses.read_registered, uses.is_registered = (lambda: sorted(registered)), (lambda name: name in registered)
+    uses = TenantUses(lambda: sorted(registered), lambda name: name in registered)
     before: dict[str, float] = {}
     for named in ("", "my", "aby", "y", "xyz", "", "am", "mz"):
         registered = set(named)

@@ -16,6 +16,7 @@ from kvferry.observability.exposition import SpanCounts
 from kvferry.observability.telemetry import CATALOGUE, VERIFICATION_FAILURES, Exporter
 from kvferry.tenancy.pages.outcome import Cause, Refusal, TenantUsage
 from kvferry.worker.metrics import WorkerMetrics
+from kvferry.worker.request_instrumentation import RequestInstrumentation
 from kvferry.worker.server import WorkerServer
 from kvferry_keeper.keeper import Keeper
 from kvferry_keeper.metrics import KeeperMetrics
@@ -30,10 +31,17 @@ def an_engine() -> SimEngine:
 
 
 def worker_metrics(engine: SimEngine) -> WorkerMetrics:
-    server = WorkerServer(engine, worker_id="w-1", role="decode", host="127.0.0.1", max_requests=4, heartbeat_s=1.0)
     counts = SpanCounts(5, 1, 2)
-    metrics = WorkerMetrics(engine, server, worker_id="w-1", role="decode", read_span_counts=lambda: counts)
-    server.instrumentation.metrics = metrics
+    metrics = WorkerMetrics(engine, lambda: server, worker_id="w-1", role="decode", read_span_counts=lambda: counts)
+    server = WorkerServer(
+        engine,
+        worker_id="w-1",
+        role="decode",
+        host="127.0.0.1",
+        max_requests=4,
+        heartbeat_s=1.0,
+        instrumentation=RequestInstrumentation("decode", metrics),
+    )
     return metrics
 
 
@@ -60,7 +68,7 @@ async def test_a_worker_has_all_its_metrics_before_its_engine_has_started() -> N
 
 async def test_times_of_a_request_go_where_they_belong() -> None:
     metrics = worker_metrics(an_engine())
-    instrumentation = metrics._server.instrumentation
+    instrumentation = metrics._read_server().instrumentation
     request = EngineRequest(RequestId("r"), [1, 2], Sampling(max_tokens=3))
     times = EngineTimes(10.0, 12.0, 12.5, 14.5, kv_transfer=(10.25, 11.75))
     instrumentation.begin(request).finished(EngineOutput((), "", finish_reason=FinishReason.STOP, times=times))

@@ -12,6 +12,7 @@ from kvferry.engine.base import KvEventBatch, PagesStored
 from kvferry.link.worker_link import WorkerLink
 from kvferry.residency.index import Holder, ResidencyIndex, Tier
 from kvferry.router.residency_subscriber import ResidencySubscriber
+from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker import residency_publisher
 from kvferry.worker.residency_publisher import ResidencyPublisher
 from kvferry.worker.server import WorkerServer
@@ -48,7 +49,9 @@ class Peers:
         self.publisher = publisher
         self.index = ResidencyIndex()
         self.subscriber = ResidencySubscriber(self.index)
-        self.link = WorkerLink(member_of(worker), "g", self._changed, WorkerConfig())
+        self.link = WorkerLink(
+            member_of(worker), "g", self._changed, WorkerConfig(), on_residency=self.subscriber.received
+        )
 
     def _changed(self) -> None:
         if self.link.connected:
@@ -66,8 +69,8 @@ async def peers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Peers]:
     events = Events()
     async with simulated() as engine:
         engine.kv_events = events.listen  # type: ignore[method-assign]
-        async with serving(engine) as worker:
-            publisher = ResidencyPublisher(engine, worker)
+        publisher = ResidencyPublisher(engine, lambda: worker.sessions)
+        async with serving(engine, on_snapshot_wanted=publisher.send_snapshot) as worker:
             publisher.start()
             made = Peers(worker, events, publisher)
             try:
@@ -102,3 +105,11 @@ async def test_events_that_cannot_be_read_end_the_claim(peers: Peers) -> None:
     await until(lambda: peers.events.num_listens == 2, what="events are read anew")
     peers.events.queue.put_nowait(stored(77, 100, 3))
     await until(lambda: peers.num_keys == 3, what="new events count again")
+
+
+async def test_messages_of_a_worker_that_was_dropped_add_no_pages(peers: Peers) -> None:
+    peers.events.queue.put_nowait(stored(0, 0, 8))
+    await until(lambda: peers.num_keys == 8)
+    peers.subscriber.gone(peers.link)
+    peers.subscriber.received(peers.link, pb.Residency(sequence=1, stored=[pb.TierKeys(tier="gpu", keys=bytes(8))]))
+    assert peers.num_keys == 0

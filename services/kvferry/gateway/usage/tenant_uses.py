@@ -48,33 +48,36 @@ class TenantUse:
 
 
 class TenantUses:
-    def __init__(self) -> None:
-        # Registered tenants have series from the start; where tenants are not registered, all that were seen have one.
-        self.read_registered: Callable[[], Iterable[str]] = tuple
-        self.is_registered: Callable[[str], bool] = lambda name: True
-        self.log: UsageLog | None = None
+    def __init__(
+        self,
+        read_registered: Callable[[], Iterable[str]] = tuple,
+        is_registered: Callable[[str], bool] = lambda name: True,
+        log: UsageLog | None = None,
+    ) -> None:
+        """Registered tenants have series from the start; where tenants are not registered, all that were seen do."""
+        self._read_registered, self._is_registered, self._log = read_registered, is_registered, log
         # A name once given stays: counts that came out of the sum, or went into it later, would make it fall.
         self._by_name = {OTHER: TenantUse()}
 
     @property
     def num_lost(self) -> int:
-        return 0 if self.log is None else self.log.num_lost
+        return 0 if self._log is None else self._log.num_lost
 
     def note(self, record: UsageRecord, first_token_s: float | None, gap_s: float | None) -> None:
         """`gap_s` is the mean time between tokens."""
-        if self.log is not None:
-            self.log.add(record)
+        if self._log is not None:
+            self._log.add(record)
         self._use_of(record.tenant).add(record, first_token_s, gap_s)
 
     def _use_of(self, tenant: str) -> TenantUse:
         use = self._by_name.get(tenant)
         if use is None:
-            has_name = len(self._by_name) <= MAX_NAMED and self.is_registered(tenant)
+            has_name = len(self._by_name) <= MAX_NAMED and self._is_registered(tenant)
             use = self._by_name.setdefault(tenant if has_name else OTHER, TenantUse())
         return use
 
     def readings(self) -> Iterator[Reading]:
-        for name in self.read_registered() if len(self._by_name) <= MAX_NAMED else ():
+        for name in self._read_registered() if len(self._by_name) <= MAX_NAMED else ():
             self._use_of(name)
         for name, use in self._by_name.items():
             for outcome, count in zip(TENANT_OUTCOMES, use.requests, strict=True):
@@ -90,8 +93,8 @@ MAX_PAIRS: Final = 256
 
 
 class ModelUses:
-    def __init__(self) -> None:
-        self.read_ready: Callable[[], Mapping[str, bool]] = dict
+    def __init__(self, read_ready: Callable[[], Mapping[str, bool]] = dict) -> None:
+        self._read_ready = read_ready
         self._by_pair: dict[tuple[str, ...], TenantUse] = {}
 
     def note(self, record: UsageRecord, asked: str, first_token_s: float | None, gap_s: float | None) -> None:
@@ -104,7 +107,7 @@ class ModelUses:
         return use
 
     def readings(self) -> Iterator[Reading]:
-        ready = self.read_ready()
+        ready = self._read_ready()
         for model in ready:
             self._use_of(model, model)  # there before its first request
         by_model: dict[str, TenantUse] = defaultdict(TenantUse)
