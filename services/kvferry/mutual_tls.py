@@ -9,11 +9,14 @@ import logging
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from kvferry.config import TlsConfig
 from kvferry.errors import ConfigError
+from kvferry.util.addresses import join_host_port
+from kvferry.util.grpc_options import CHANNEL_OPTIONS
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,21 @@ def channel_to(address: str, tls: TlsConfig, options: Sequence[tuple[str, object
     if tls.server_name:
         options = (*options, ("grpc.ssl_target_name_override", tls.server_name))
     return grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
+
+
+async def start_server(
+    service: str, handlers: dict[str, Any], host: str, tls: TlsConfig | None
+) -> tuple[grpc.aio.Server, int]:
+    """Serve one service on a free port of `host`; return the server and the port. Without `tls`, anybody may call."""
+    server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    address = join_host_port(host, 0)
+    if tls is None:
+        port = server.add_insecure_port(address)
+    else:
+        port = server.add_secure_port(address, server_credentials(tls))
+    await server.start()
+    return server, port
 
 
 # Refusals that a TLS client can understand.

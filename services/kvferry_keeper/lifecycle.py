@@ -119,9 +119,7 @@ class KeeperHost:
         for place in range(len(self._volumes)):
             await self._open(place)
         await self._listener.start()
-        await self.server.start(
-            self._config.tier.host, mutual_tls.server_credentials(self._tls) if self._tls is not None else None
-        )
+        await self.server.start(self._config.tier.host, self._tls)
         self._follower.start()
         if self._tenants is not None:
             self._tenants.start()

@@ -9,14 +9,13 @@ from typing import Any
 
 import grpc
 
-from kvferry import __version__
+from kvferry import __version__, mutual_tls
+from kvferry.config import TlsConfig
 from kvferry.errors import TierError
 from kvferry.keeper.layout import CHUNK_KEY_BYTES
 from kvferry.observability.tracing import TRACEPARENT, TRACESTATE, Span, TraceContext, Tracing, end_after
 from kvferry.residency.codec import delta_to_wire, part_to_wire
 from kvferry.residency.feed import Delta, SnapshotPart
-from kvferry.util.addresses import join_host_port
-from kvferry.util.grpc_options import CHANNEL_OPTIONS
 from kvferry.wire.v1 import keeper_pb2 as pb
 from kvferry.wire.v1 import worker_pb2
 from kvferry_keeper.keeper import Keeper
@@ -52,8 +51,7 @@ class KeeperServer:
     def __repr__(self) -> str:
         return f"<KeeperServer of {self._keeper.keeper_id} port={self.port}>"
 
-    async def start(self, host: str, credentials: grpc.ServerCredentials | None) -> None:
-        server = self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    async def start(self, host: str, tls: TlsConfig | None) -> None:
         handlers: dict[str, Any] = {
             "Follow": grpc.unary_stream_rpc_method_handler(
                 self._follow, pb.FollowRequest.FromString, pb.VolumeUpdate.SerializeToString
@@ -68,13 +66,7 @@ class KeeperServer:
                 self._describe, worker_pb2.DescribeRequest.FromString, pb.KeeperDescription.SerializeToString
             ),
         }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        address = join_host_port(host, 0)
-        if credentials is None:
-            self.port = server.add_insecure_port(address)
-        else:
-            self.port = server.add_secure_port(address, credentials)
-        await server.start()
+        self._server, self.port = await mutual_tls.start_server(SERVICE, handlers, host, tls)
 
     async def stop(self, grace_s: float = 0.5) -> None:
         """Idempotent."""

@@ -79,23 +79,24 @@ async def test_the_line_is_first_come_first_served_and_has_a_limit() -> None:
             task = asyncio.create_task(post(cluster, number))
             task.add_done_callback(lambda _, number=number: ended.append(number))
             waiting.append(task)
-            await until(lambda number=number: len(dispatcher._router.queues.of("")) == number)
+            await until(lambda number=number: len(dispatcher._router.workers.queues.of("")) == number)
         refused = await post(cluster, 4)
         assert refused.status_code == 429
         assert "gateway.max_queued_requests is 3 choices" in refused.json()["error"]["message"]
         engine.faults = Faults()
         assert [(await task).status_code for task in (running_one, *waiting)] == [200] * 4
         assert ended == [1, 2, 3]
-        assert len(dispatcher._router.queues.of("")) == 0
+        assert len(dispatcher._router.workers.queues.of("")) == 0
 
 
 async def test_a_request_that_left_the_line_is_no_longer_in_it() -> None:
     async with running(1, 1) as cluster:
         limit(cluster, MemberKind.DECODE, 0)
         asked = asyncio.create_task(post(cluster, 0))
-        await until(lambda: len(cluster.dispatcher._router.queues.of("")) == 1)
+        line = cluster.dispatcher._router.workers.queues.of("")
+        await until(lambda: len(line) == 1)
         asked.cancel()
-        await until(lambda: len(cluster.dispatcher._router.queues.of("")) == 0, what="the client is gone from the line")
+        await until(lambda: len(line) == 0, what="the client is gone from the line")
         assert num_computed(cluster) == 0
 
 
@@ -135,7 +136,7 @@ async def test_a_call_whose_deadline_comes_before_its_turn_is_refused_before_it_
         engine.faults = Faults(stalled=True)
         asked = asyncio.create_task(post(cluster, 0))
         await until(lambda: engine.stats().num_waiting == 1)
-        queue = cluster.dispatcher._router.queues.of("")
+        queue = cluster.dispatcher._router.workers.queues.of("")
         now_s = queue.now_s()
         for i in range(8):  # one completion every two seconds
             queue.completions.add(now_s - 16.0 + 2.0 * i)

@@ -216,7 +216,9 @@ async def test_every_gateway_refuses_what_one_has_in_quarantine(poisoned: object
         for gateway in (first, second, third):
             cluster.gateway = gateway
             async with client_of(cluster) as http:
-                await until(lambda: not cluster.dispatcher._router.quarantine.is_empty(0.0), what="it was told")
+                await until(
+                    lambda: not cluster.dispatcher._router.workers.quarantined.is_empty(0.0), what="it was told"
+                )
                 again = await ask(http, f"{POISON} one two", seed=7)
                 assert again.json()["error"]["code"] == "request_quarantined"
         assert num_dead(cluster) == 2
@@ -242,7 +244,7 @@ async def test_a_client_hears_of_the_quarantine_when_the_other_gateways_know_or_
             asking = [asyncio.create_task(ask(http, f"{POISON} one two"))]
             await until(lambda: len(held) == len(cluster.workers), what="workers asked the second gateway")
             cluster.gateway = second
-            assert not cluster.dispatcher._router.quarantine.is_empty(0.0)
+            assert not cluster.dispatcher._router.workers.quarantined.is_empty(0.0)
             # A repeat is held up as well.
             asking.append(asyncio.create_task(ask(http, f"{POISON} one two")))
             if is_said:

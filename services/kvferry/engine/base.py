@@ -180,6 +180,10 @@ class EngineRequest(msgspec.Struct, frozen=True):
     def page_salt(self) -> str:
         return page_salt(self.cache_salt, self.adapter)
 
+    @property
+    def num_image_bytes(self) -> int:
+        return sum(map(len, self.features))
+
 
 # In transfer parameters of pages that were computed with an adapter.
 ADAPTER_PARAMETER = "kvferry_adapter"

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import grpc
 
+from kvferry import mutual_tls
+from kvferry.config import TlsConfig
 from kvferry.errors import UnavailableError
-from kvferry.util.addresses import join_host_port
-from kvferry.util.grpc_options import CHANNEL_OPTIONS
 from kvferry.wire.v1 import worker_pb2 as pb
 
 SERVICE = "kvferry.wire.v1.Worker"
@@ -22,20 +22,13 @@ class GrpcServer:
         self._server: grpc.aio.Server | None = None
         self.port = 0
 
-    async def start(self, host: str, credentials: grpc.ServerCredentials | None) -> None:
-        server = self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    async def start(self, host: str, tls: TlsConfig | None) -> None:
         handlers = {
             "Describe": grpc.unary_unary_rpc_method_handler(
                 self._serve_describe, pb.DescribeRequest.FromString, pb.Welcome.SerializeToString
             )
         }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        address = join_host_port(host, 0)
-        if credentials is None:
-            self.port = server.add_insecure_port(address)
-        else:
-            self.port = server.add_secure_port(address, credentials)
-        await server.start()
+        self._server, self.port = await mutual_tls.start_server(SERVICE, handlers, host, tls)
 
     async def stop(self, grace_s: float) -> None:
         if self._server is not None:

@@ -19,7 +19,7 @@ class ImageRoom:
 
     def refusal(self, request: EngineRequest) -> Overloaded | None:
         """A request that finds no other one is never refused."""
-        num_bytes = sum(map(len, request.features))
+        num_bytes = request.num_image_bytes
         if not (num_bytes and self.num_bytes) or self.num_bytes + num_bytes <= self._max_bytes:
             return None
         return Overloaded(
@@ -32,7 +32,7 @@ class WaitingImages:
 
     def __init__(self, room: ImageRoom, request: EngineRequest) -> None:
         self._room = room
-        self._num_bytes = sum(map(len, request.features))
+        self._num_bytes = request.num_image_bytes
         room.num_bytes += self._num_bytes
 
     def leave(self) -> None:

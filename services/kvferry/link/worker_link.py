@@ -459,7 +459,7 @@ class WorkerLink:
 
 def _submit_payload(number: int, request: EngineRequest) -> bytes:
     """Raises InvalidRequest for one over MAX_FRAME_BYTES."""
-    of_images, payload = sum(map(len, request.features)), b""
+    of_images, payload = request.num_image_bytes, b""
     if of_images <= MAX_FRAME_BYTES:
         payload = codec.submit_to_wire(number, request).SerializeToString()
     if (size := max(len(payload), of_images)) > MAX_FRAME_BYTES:

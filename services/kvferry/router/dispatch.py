@@ -77,10 +77,7 @@ class Dispatcher:
             volumes,
             clock,
             itertools.count(1),
-            workers.losses,
-            workers.queues,
             config.queue_timeout_s,
-            workers.quarantined,
         )
         self.request_timeout_s = config.request_timeout_s
         self._telling: dict[bytes, asyncio.Task[None]] = {}  # the other gateways, of requests in quarantine
@@ -88,7 +85,7 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        return len(self._router.queues)
+        return len(self._router.workers.queues)
 
     def adapter_key(self, name: str, pool: str) -> str:
         """Raises NoDecodeWorker while no worker has the adapter."""
@@ -137,10 +134,10 @@ class Dispatcher:
 
     def _put_in_quarantine(self, request: Request) -> None:
         router, digest, now_s = self._router, digest_of(request), self._router.clock()
-        if router.quarantine.contains(digest, now_s):
+        if router.workers.quarantined.contains(digest, now_s):
             return  # a copy of this request was first
         router.metrics.quarantined.labels(when="first").inc()
-        router.quarantine.add(digest, now_s)
+        router.workers.quarantined.add(digest, now_s)
         told = router.workers.quarantine(to_wire({digest: now_s + QUARANTINE_S}, now_s))
         self._telling[digest] = task = asyncio.create_task(told)
         task.add_done_callback(lambda _: self._telling.pop(digest, None))
@@ -174,14 +171,14 @@ class _RequestRun:
 
     async def _try_once(self) -> bool:
         router, losses = self._router, self._placer.losses
-        if router.losses.knows_blamed(router.clock()) and not losses.has_answered:
-            router.losses.adopt_blame(self._placer.digest, losses)
+        if router.workers.losses.knows_blamed(router.clock()) and not losses.has_answered:
+            router.workers.losses.adopt_blame(self._placer.digest, losses)
         self._answer.begin_attempt(is_suspect=losses.is_suspect)
         attempt = await self._placer.place()
         try:
             if losses.is_suspect:
                 router.refuse_quarantined(self._answer.request)  # a copy of it may have been the second one
-                router.losses.begin_trial(
+                router.workers.losses.begin_trial(
                     self._placer.digest, losses, attempt.placement.prefill, attempt.placement.decode
                 )
             if attempt.placement.prefill is not None:
@@ -196,7 +193,7 @@ class _RequestRun:
         finally:
             if attempt.place is not None:
                 attempt.place.release()
-            router.losses.end_trial(losses)
+            router.workers.losses.end_trial(losses)
             router.policy.ended(attempt.id, router.clock(), attempt.num_generated)
 
     # Prefill
@@ -270,7 +267,7 @@ class _RequestRun:
         """Count the loss of the worker's engine while the request is on it. Raises Quarantined for one too many."""
         losses, worker = self._placer.losses, link.member.member_id
         engine = (worker, link.generation)
-        self._router.losses.begin(engine, losses)
+        self._router.workers.losses.begin(engine, losses)
         try:
             yield
         except (WorkerLost, EngineDead) as error:
@@ -278,13 +275,13 @@ class _RequestRun:
             has_vanished = isinstance(error, WorkerLost) and error.has_vanished
             is_blameless = isinstance(error, EngineDead) and error.is_blameless
             num_tokens, now_s = len(self._answer.token_ids), self._router.clock()
-            if self._router.losses.lose(
+            if self._router.workers.losses.lose(
                 engine, losses, num_tokens, now_s, has_vanished=has_vanished, is_blameless=is_blameless
             ):
                 if isinstance(error, WorkerLost):
-                    self._router.losses.note_blamed(worker, self._placer.digest, losses)
+                    self._router.workers.losses.note_blamed(worker, self._placer.digest, losses)
                 if losses.is_suspect:
-                    self._router.losses.blame(self._placer.digest, losses, now_s)
+                    self._router.workers.losses.blame(self._placer.digest, losses, now_s)
             self._record.lost_workers = (*self._record.lost_workers, worker)
             if losses.are_too_many:
                 # Which ones say the log and the record. Tenants learn no names of workers.
@@ -295,7 +292,7 @@ class _RequestRun:
                 ) from None
             raise
         finally:
-            self._router.losses.end(engine, losses)
+            self._router.workers.losses.end(engine, losses)
 
     def _note_fallback(self, worker: MemberId, cause: str, message: str, span: Span | None) -> None:
         request_id = self._answer.request_id
@@ -360,9 +357,9 @@ class _RequestRun:
         self._record.note_first_output(remote.sources if remote is not None else None)
         attempt.first_output_s = self._router.clock()
         if self._placer.losses.is_suspect:
-            self._router.losses.discharge(self._placer.digest)
+            self._router.workers.losses.discharge(self._placer.digest)
         self._placer.losses.has_answered = True
-        self._router.losses.end_trial(self._placer.losses)
+        self._router.workers.losses.end_trial(self._placer.losses)
         self._router.policy.first_token(attempt.id, attempt.first_output_s)
 
     def _note_finished(self, attempt: PlacedAttempt, decode: WorkerLink, last: EngineOutput) -> None:

@@ -12,11 +12,11 @@ from kvferry.config import entry_of, is_of_entry
 from kvferry.engine.base import RequestId, TransferParams
 from kvferry.errors import KvferryError, NoDecodeWorker, Overloaded, Quarantined, UnavailableError
 from kvferry.link.identity.protocol import CONTINUE, IMAGES
-from kvferry.link.request_quarantine import QUARANTINE_S, Quarantine
+from kvferry.link.request_quarantine import QUARANTINE_S
 from kvferry.link.worker_link import Place, WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.pages.keys import page_images, route_keys, seed_of
-from kvferry.router.engine_losses import EngineLosses, RequestLosses, digest_of
+from kvferry.router.engine_losses import RequestLosses, digest_of
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement import Candidate, Placement, PlacementRequest, Reason, can_exchange, why_unequal
 from kvferry.router.placement_policy import Policy
@@ -24,7 +24,6 @@ from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import VolumeCosts
 from kvferry.router.request import Answer, Request
 from kvferry.router.request_record import RequestRecord
-from kvferry.router.room_queue import RoomQueues
 from kvferry.router.worker_pool import WorkerPool
 
 RESERVE_TIMEOUT_S = 1.0
@@ -44,14 +43,12 @@ class Router:
     volumes: Callable[[str], Mapping[str, VolumeCosts]]  # by pool
     clock: Callable[[], float]
     attempt_numbers: Iterator[int]
-    losses: EngineLosses
-    queues: RoomQueues
     queue_timeout_s: float
-    quarantine: Quarantine
 
     def refuse_quarantined(self, request: Request) -> None:
         """Raises Quarantined."""
-        if not self.quarantine.is_empty(self.clock()) and self.quarantine.contains(digest_of(request), self.clock()):
+        quarantined, now_s = self.workers.quarantined, self.clock()
+        if not quarantined.is_empty(now_s) and quarantined.contains(digest_of(request), now_s):
             self.metrics.quarantined.labels(when="again").inc()
             raise Quarantined(f"workers were lost while they computed this request; {NOT_TRIED}")
 
@@ -118,7 +115,7 @@ class RequestPlacer:
         self.kept: KeptPages | None = None
         self.last_error: KvferryError | None = None
         request = answer.request
-        self.queue = router.queues.of(request.pool)
+        self.queue = router.workers.queues.of(request.pool)
         self._pool = request.pool  # outside of which no attempt is placed
         self._adapter = request.prompt.adapter  # that each worker of an attempt has
         self._turn = request.contract.turn
@@ -161,7 +158,7 @@ class RequestPlacer:
         if not must_wait and (not self.queue.num_before(self._turn) or self._has_begun):
             attempt = await self._reserve()
         while attempt is None:
-            if self.losses.is_suspect and router.losses.has_trials:
+            if self.losses.is_suspect and router.workers.losses.has_trials:
                 # Other suspects occupy the workers that are left. They wait beside the line, not in it.
                 await self._wait_for_trial()
                 attempt = await self._reserve()
@@ -177,7 +174,7 @@ class RequestPlacer:
         """Raises Overloaded at the end of the time to wait for another worker."""
         try:
             async with asyncio.timeout(max(0.0, self._loss_wait_ends_s() - self._router.clock())):
-                await self._router.losses.trial_end()
+                await self._router.workers.losses.trial_end()
         except TimeoutError:
             raise self.queue.refusal("other requests under which engines were lost are tried first") from None
 
@@ -211,7 +208,7 @@ class RequestPlacer:
                 await waiter.turn()
                 # Reserve the place before the next request's turn: else all would ask workers for the same one.
                 attempt = await self._reserve(always=True)
-                is_held_up = self.losses.is_suspect and self._router.losses.has_trials
+                is_held_up = self.losses.is_suspect and self._router.workers.losses.has_trials
                 if attempt is not None or is_held_up or not self._is_room_short():
                     return attempt
         except TimeoutError:
@@ -341,16 +338,16 @@ class RequestPlacer:
         """
         router, losses, is_resumed = self._router, self.losses, bool(self._answer.token_ids)
         candidates = router.workers.candidates(kind, self._pool)
-        if losses.is_suspect and router.losses.is_copy_on_trial(self.digest, losses):
+        if losses.is_suspect and router.workers.losses.is_copy_on_trial(self.digest, losses):
             return [], []
-        has_trials = router.losses.has_trials and not is_resumed
+        has_trials = router.workers.losses.has_trials and not is_resumed
         with_room: list[Candidate] = []
         full: list[Candidate] = []
         quiet: list[Candidate] = []  # chosen if there are no others
         for link, candidate in candidates:
             if not (self.failed.may_try(link) and self._has_what_it_needs(link)):
                 continue
-            if has_trials and router.losses.is_occupied(link.member.member_id, losses):
+            if has_trials and router.workers.losses.is_occupied(link.member.member_id, losses):
                 continue
             if not (is_resumed or link.has_room_for(self._turn)):
                 full.append(candidate)

@@ -139,7 +139,7 @@ class WorkerServer:
 
     async def start(self) -> None:
         """Raises ConfigError for unusable TLS files."""
-        await self._grpc.start(self._host, mutual_tls.server_credentials(self._tls) if self._tls is not None else None)
+        await self._grpc.start(self._host, self._tls)
         await self._frames.start(self._host, mutual_tls.server_context(self._tls) if self._tls is not None else None)
 
     def refuse_new(self) -> None:

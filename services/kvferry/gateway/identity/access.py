@@ -28,6 +28,9 @@ class _Shown(NamedTuple):
     is_for_metrics: bool = False  # and nothing else
 
 
+_ANYBODY = _Shown("", is_operator=True)
+
+
 class Access:
     def __init__(
         self,
@@ -75,11 +78,7 @@ class Access:
 
     def require_metrics(self, authorization: str | None, client_name: str | None) -> None:
         """Raises as `identify`, and PermissionDenied, unless the client may read metrics of all tenants."""
-        # On loopback too: a proxy on this machine passes on what the whole network asks.
-        if self.is_open:
-            return
-        shown = self._shown(authorization, client_name)
-        self._record(shown)
+        shown = self._known(authorization, client_name)
         if not (shown.is_operator or shown.is_for_metrics):
             raise PermissionDenied(
                 "only a key with `operator: true` or `metrics: true` (kvferry key new --operator, --metrics) reads "
@@ -88,11 +87,15 @@ class Access:
 
     def is_operator(self, authorization: str | None, client_name: str | None) -> bool:
         """Return whether the client may read what is of all tenants, and names of workers. Raises as `identify`."""
+        return self._known(authorization, client_name).is_operator
+
+    def _known(self, authorization: str | None, client_name: str | None) -> _Shown:
+        # On loopback too: a proxy on this machine passes on what the whole network asks.
         if self.is_open:
-            return True
+            return _ANYBODY
         shown = self._shown(authorization, client_name)
         self._record(shown)
-        return shown.is_operator
+        return shown
 
     def _record(self, shown: _Shown) -> TenantRecord | None:
         if self._directory is None:
