@@ -38,7 +38,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "kvferry/gateway/identity/tenant_directory.py": ("tests/unit/gateway/test_tenant_directory.py",),
     "kvferry_keeper/remote/chunk_lender.py": ("tests/unit/keeper/test_chunk_lender.py",),
     "kvferry/link/flow_control.py": ("tests/unit/link/test_flow_control.py",),
-    "kvferry/link/request_quarantine.py": ("tests/unit/link/test_request_quarantine.py",),
+    "kvferry/link/quarantine.py": ("tests/unit/link/test_quarantine.py",),
     "kvferry/router/prices/ledger.py": ("tests/unit/router/test_ledger.py",),
     "kvferry_keeper/store/keyring.py": ("tests/unit/store/test_keyring.py",),
     "kvferry_keeper/store/chunk_quarantine.py": ("tests/unit/store/test_chunk_quarantine.py",),
@@ -70,7 +70,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "only its truth counts"
         ),
     },
-    "kvferry/link/request_quarantine.py Quarantine.add": {
+    "kvferry/link/quarantine.py Quarantine.add": {
         "self._digest_to_end_s.popitem(last=None)": "only its truth counts",
     },
     "kvferry/router/prices/ledger.py WorkerAccount.__init__": {

@@ -24,7 +24,7 @@ from kvferry.engine.base import EngineOutput, EngineRequest
 from kvferry.errors import EngineDead
 from kvferry.gateway import lifecycle as gateway_lifecycle
 from kvferry.gateway.lifecycle import GatewayHost
-from kvferry.link.identity.protocol import Identity, ServedModel
+from kvferry.link.identity import Identity, ServedModel
 from kvferry.membership.base import MemberKind
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.worker import lifecycle as worker_lifecycle

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from kvferry.client import AsyncClient, NotFound
 from kvferry.gateway.usage.usage_log import read
 from kvferry.inference.v1 import inference_pb2 as pb
-from kvferry.link.identity.protocol import ADAPTERS, FEATURES, Identity
+from kvferry.link.identity import ADAPTERS, FEATURES, Identity
 from kvferry.membership.base import MemberKind
 from support.waiting import until
 

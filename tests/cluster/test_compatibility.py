@@ -12,7 +12,7 @@ import pytest
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import EngineOutput, EngineRequest
-from kvferry.link.identity.protocol import CONTINUE, FEATURES, Identity, ServedModel
+from kvferry.link.identity import CONTINUE, FEATURES, Identity, ServedModel
 from kvferry.membership.base import MemberKind
 from kvferry_sim import SimEngine
 from support.waiting import PATIENCE_S, until

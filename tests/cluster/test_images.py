@@ -18,11 +18,10 @@ from kvferry.engine.base import (
     Sampling,
 )
 from kvferry.errors import InvalidRequest, NoDecodeWorker, Overloaded, PagesNotMoved
-from kvferry.link.identity.protocol import FEATURES, IMAGES, Identity
-from kvferry.link.image_room import ImageRoom, WaitingImages
+from kvferry.link.engine_admission import ImageRoom, WaitingImages
+from kvferry.link.identity import FEATURES, IMAGES, Identity
 from kvferry.membership.base import MemberKind
-from kvferry.router.request import Prompt, Request
-from kvferry.router.request_record import RequestRecord
+from kvferry.router.request import Prompt, Request, RequestRecord
 from kvferry_sim import Faults, SimEngine
 from support.waiting import until
 

@@ -13,7 +13,7 @@ import pytest
 from kvferry import config as configuration
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.inference.v1 import inference_pb2 as pb
-from kvferry.link.identity.protocol import FEATURES, POOLS, Identity
+from kvferry.link.identity import FEATURES, POOLS, Identity
 from kvferry.membership.base import MemberKind
 from kvferry.membership.tenant_admin import TenantAdmin
 from support.waiting import PATIENCE_S, SOON_S, until

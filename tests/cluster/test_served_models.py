@@ -15,7 +15,7 @@ from kvferry import config as configuration
 from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError
 from kvferry.inference.v1 import inference_pb2 as pb
-from kvferry.link.identity.protocol import Identity, ServedModel
+from kvferry.link.identity import Identity, ServedModel
 from kvferry.membership.base import MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.router.request import Request

@@ -336,7 +336,7 @@ async def test_a_compaction_under_an_idle_watch_costs_nothing(
 async def test_a_reader_far_behind_gets_a_snapshot_instead(
     config: MembershipConfig, connect: Memberships, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.membership.etcd_watch._MAX_BACKLOG", 3)
+    monkeypatch.setattr("kvferry.membership.etcd._MAX_BACKLOG", 3)
     membership = connect(config)
     registration = await membership.register(member())
     watch = membership.watch()

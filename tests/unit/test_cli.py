@@ -16,7 +16,7 @@ from kvferry.cli import main
 from kvferry.engine.base import CachedTokens, EngineOutput, PromptSources
 from kvferry.gateway.generation import record_values
 from kvferry.membership.base import Member, MemberId, MemberKind
-from kvferry.router.request_record import RequestRecord
+from kvferry.router.request import RequestRecord
 from kvferry_local import cluster
 from kvferry_local.child import StartFailed
 from kvferry_local.commands import _print_explanation

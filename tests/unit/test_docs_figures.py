@@ -167,7 +167,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
     ],
     "operator/image.md": [("Clusters run etcd's own image, {} by default", "chart:etcd.image.tag")],
     "operator/install.md": [("installs `vllm=={}` and `nixl=={}` with CUDA", "pin:vllm", "pin:nixl")],
-    "operator/monitoring.md": [("For {} minutes the same request", "link.request_quarantine:QUARANTINE_S/minutes")],
+    "operator/monitoring.md": [("For {} minutes the same request", "link.quarantine:QUARANTINE_S/minutes")],
     "operator/sizing.md": [
         ("bodies and unread answers | {} MiB each", "gateway.admission:MAX_PENDING_BODY_BYTES/MiB"),
         ("{} more processes of 128 MiB", "engine.grammar_checks:NUM_FORKS"),
@@ -231,8 +231,8 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
             "router.engine_losses:MAX_SHARED_LOSSES",
         ),
         ("| any of these | {} losses in a row", "router.engine_losses:MAX_LOSSES_IN_A_ROW"),
-        ("for {} minutes (`link/request_quarantine.py`)", "link.request_quarantine:QUARANTINE_S/minutes"),
-        ("when {} newer ones have come", "link.request_quarantine:MAX_QUARANTINED"),
+        ("for {} minutes (`link/quarantine.py`)", "link.quarantine:QUARANTINE_S/minutes"),
+        ("when {} newer ones have come", "link.quarantine:MAX_QUARANTINED"),
         ("or after {} s: it may ask another gateway", "router.worker_pool:QUARANTINE_TIMEOUT_S"),
         ("heard in the last {} s, if there are any", "link.flow_control:QUIET_S"),
     ],
@@ -299,7 +299,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
     "contributor/caches-and-queues.md": [
         ("salt and digest; {} MiB |", "gateway.lifecycle:IMAGE_CACHE_BYTES/MiB"),
         ("| {} workers that went away |", "router.engine_losses:MAX_VANISHED"),
-        ("tenant, prompt and sampling; {}, 5 minutes", "link.request_quarantine:MAX_QUARANTINED"),
+        ("tenant, prompt and sampling; {}, 5 minutes", "link.quarantine:MAX_QUARANTINED"),
         ("a number of the worker's; {} |", "worker.quarantine_relay:MAX_ASKED"),
         ("names in {} verified certificates", "gateway.tls:_NUM_NAMES"),
         ("{} keys of namespaces", "kvferry_keeper.store.keyring:_MAX_DERIVED"),

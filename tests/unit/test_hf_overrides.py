@@ -10,8 +10,8 @@ import pytest
 from kvferry import config as configuration
 from kvferry.config import MAX_CONTEXT, ClusterConfig
 from kvferry.errors import ConfigError
-from kvferry.link.identity.protocol import why_incompatible
-from kvferry.link.identity.served_model import identity
+from kvferry.link.identity import why_incompatible
+from kvferry.link.served_model import identity
 
 ROPE = {"factor": 4, "original_max_position_embeddings": 32768}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvferry import config as configuration
-from kvferry.link.identity.protocol import Identity, why_incompatible
-from kvferry.link.identity.served_model import has_mistral_tokenizer, identity
+from kvferry.link.identity import Identity, why_incompatible
+from kvferry.link.served_model import has_mistral_tokenizer, identity
 
 
 @pytest.fixture(autouse=True)

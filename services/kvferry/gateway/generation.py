@@ -21,8 +21,7 @@ from kvferry.gateway.request_trace import RequestTrace
 from kvferry.gateway.timeouts import TokenTimeouts
 from kvferry.link.remote_request import OnOutput, OnText
 from kvferry.router.dispatch import Dispatcher
-from kvferry.router.request import Request
-from kvferry.router.request_record import RequestRecord
+from kvferry.router.request import Request, RequestRecord
 
 # Choices of an answer, and prompt tokens of theirs, that are dispatched in one turn of the event loop: placing one
 # takes some hundred microseconds, and as many more for 8,000 tokens.

@@ -44,7 +44,7 @@ from kvferry.gateway.timeouts import TokenTimeouts
 from kvferry.gateway.tls import GatewayTls
 from kvferry.gateway.usage.tenant_uses import TenantUses
 from kvferry.gateway.usage.usage_log import UsageLog
-from kvferry.link.identity.served_model import identity
+from kvferry.link.served_model import identity
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
 from kvferry.observability.exposition import SpanCounts
 from kvferry.observability.metrics_listener import MetricsListener
@@ -190,19 +190,7 @@ class GatewayHost:
         self._num_expected = _replicas(config)
         self.identification = Identification(config.gateway, membership.records, self._note_readiness)
         self._usage_log = self._make_usage_log()
-        self.metrics = GatewayMetrics(
-            self._sample_workers,
-            self._sample_volumes,
-            tenants=self._make_tenant_uses(),
-            read_models=lambda: self._models.ready(),
-            is_ready=lambda: self.readiness().ready,
-            read_num_queued=lambda: self._dispatcher.num_queued,
-            read_span_counts=self._span_counts,
-            read_outcomes=self._outcomes,
-            read_admitted=lambda: (self.admission.num_in_flight, *self.admission.in_flight),
-            read_num_unread_bytes=lambda: self.app.unread_answers.num_bytes,
-            read_num_image_bytes=lambda: self.admission.num_image_bytes,
-        )
+        self.metrics = self._make_metrics()
         self._tracing: Tracing | None = None
         self._listener = MetricsListener(config.metrics, config.metrics.gateway_port, self._render_metrics)
         self.residency = ResidencySubscriber(ResidencyIndex())
@@ -409,11 +397,25 @@ class GatewayHost:
             return None
         return UsageLog(folder, self.gateway_id, read_unfinished=lambda: self.admission.unfinished_uses())
 
-    def _make_tenant_uses(self) -> TenantUses:
+    def _make_metrics(self) -> GatewayMetrics:
         directory = self.identification.directory
-        if directory is None:
-            return TenantUses(log=self._usage_log)
-        return TenantUses(directory.names, directory.has, self._usage_log)
+        usage_log = self._usage_log
+        tenants = TenantUses(log=usage_log)
+        if directory is not None:
+            tenants = TenantUses(directory.names, directory.has, usage_log)
+        return GatewayMetrics(
+            self._sample_workers,
+            self._sample_volumes,
+            tenants=tenants,
+            read_models=lambda: self._models.ready(),
+            is_ready=lambda: self.readiness().ready,
+            read_num_queued=lambda: self._dispatcher.num_queued,
+            read_span_counts=self._span_counts,
+            read_outcomes=self._outcomes,
+            read_admitted=lambda: (self.admission.num_in_flight, *self.admission.in_flight),
+            read_num_unread_bytes=lambda: self.app.unread_answers.num_bytes,
+            read_num_image_bytes=lambda: self.admission.num_image_bytes,
+        )
 
     def _note_models(self) -> None:
         self.worker_pool.models_changed()

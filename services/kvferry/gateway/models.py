@@ -18,7 +18,7 @@ from kvferry.engine.base import RenderedPrompt, Renderer, RenderOutcomes
 from kvferry.errors import InvalidRequest, KvferryError, ModelNotFound, NoDecodeWorker, NotReady
 from kvferry.gateway.canary import diverted_to
 from kvferry.gateway.identity.tenants import Tenant
-from kvferry.link.identity.protocol import GatewayIdentity, Identity
+from kvferry.link.identity import GatewayIdentity, Identity
 from kvferry.util.task_set import TaskSet
 
 log = logging.getLogger(__name__)

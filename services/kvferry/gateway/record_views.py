@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kvferry.config import entry_of
 from kvferry.router.placement_policy import explain
-from kvferry.router.request_record import RequestRecord
+from kvferry.router.request import RequestRecord
 
 HIDDEN: Final = "hidden"  # there is a value, for operators
 

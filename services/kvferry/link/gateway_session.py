@@ -32,10 +32,9 @@ from kvferry.errors import (
     WorkerLost,
 )
 from kvferry.link import codec
-from kvferry.link.first_outputs import FirstOutputs
+from kvferry.link.engine_admission import FirstOutputs, ImageRoom, WaitingImages
 from kvferry.link.flow_control import SILENCE_LIMIT_S
-from kvferry.link.identity.protocol import QUARANTINE, identity_of, why_no_adapter, why_other_pool
-from kvferry.link.image_room import ImageRoom, WaitingImages
+from kvferry.link.identity import QUARANTINE, identity_of, why_no_adapter, why_other_pool
 from kvferry.link.outgoing_queue import OutgoingQueue
 from kvferry.link.tenants import SessionTenants, TenantMeter
 from kvferry.observability.tracing import Span

@@ -16,7 +16,7 @@ from kvferry.link import codec
 from kvferry.link.flow_control import ACK_EVERY_S, QUIET_S, SILENCE_LIMIT_S, AckCounter
 from kvferry.link.frame_connection import FrameConnection
 from kvferry.link.frames import MAX_FRAME_BYTES
-from kvferry.link.identity.protocol import (
+from kvferry.link.identity import (
     RESERVE,
     GatewayIdentity,
     adapters_of,
@@ -24,7 +24,7 @@ from kvferry.link.identity.protocol import (
     why_incompatible,
     why_refused,
 )
-from kvferry.link.quarantine_exchange import QuarantineExchange
+from kvferry.link.quarantine import QuarantineExchange
 from kvferry.link.remote_request import OnOrphan, OnOutput, OnText, RemoteRequest
 from kvferry.link.tenants import WorkerTenants, elsewhere
 from kvferry.membership.base import Member

@@ -25,9 +25,9 @@ from kvferry.errors import (
     WorkerDraining,
     WorkerLost,
 )
-from kvferry.link.identity.protocol import CONTINUE
+from kvferry.link.identity import CONTINUE
+from kvferry.link.quarantine import QUARANTINE_S, to_wire
 from kvferry.link.remote_request import OnOutput, OnText, RemoteRequest, transferred_pages
-from kvferry.link.request_quarantine import QUARANTINE_S, to_wire
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId
 from kvferry.observability.telemetry import FALLBACK_CAUSES
@@ -37,7 +37,7 @@ from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement_policy import Measured, Policy
 from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import NO_VOLUMES, VolumeCosts
-from kvferry.router.request import Answer, Request
+from kvferry.router.request import Answer, Request, RequestRecord, set_answer_attributes
 from kvferry.router.request_placer import (
     NOT_TRIED,
     KeptPages,
@@ -46,7 +46,6 @@ from kvferry.router.request_placer import (
     Router,
     no_decode_worker,
 )
-from kvferry.router.request_record import RequestRecord, set_answer_attributes
 from kvferry.router.room_queue import ASK_AGAIN_S
 from kvferry.router.worker_pool import WorkerPool
 

@@ -2,8 +2,8 @@
 
 # An engine that is lost takes all its requests with it, and at most one of them is to blame: mostly one that never had
 # an output, because a bad prompt, grammar or parameter ends an engine before the first token. Such a request is a
-# suspect. It is tried once more, alone among the requests without an output of its worker (link/first_outputs.py), so
-# that a second loss names it.
+# suspect. It is tried once more, alone among the requests without an output of its worker (link/engine_admission.py),
+# so that a second loss names it.
 
 from __future__ import annotations
 

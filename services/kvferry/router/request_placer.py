@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from kvferry.config import entry_of, is_of_entry
 from kvferry.engine.base import RequestId, TransferParams
 from kvferry.errors import KvferryError, NoDecodeWorker, Overloaded, Quarantined, UnavailableError
-from kvferry.link.identity.protocol import CONTINUE, IMAGES
-from kvferry.link.request_quarantine import QUARANTINE_S
+from kvferry.link.identity import CONTINUE, IMAGES
+from kvferry.link.quarantine import QUARANTINE_S
 from kvferry.link.worker_link import Place, WorkerLink
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.pages.keys import page_images, route_keys, seed_of
@@ -22,8 +22,7 @@ from kvferry.router.placement import Candidate, Placement, PlacementRequest, Rea
 from kvferry.router.placement_policy import Policy
 from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import VolumeCosts
-from kvferry.router.request import Answer, Request
-from kvferry.router.request_record import RequestRecord
+from kvferry.router.request import Answer, Request, RequestRecord
 from kvferry.router.worker_pool import WorkerPool
 
 RESERVE_TIMEOUT_S = 1.0

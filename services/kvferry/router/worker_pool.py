@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from kvferry.config import WorkerConfig
-from kvferry.link.identity.protocol import GatewayIdentity
-from kvferry.link.request_quarantine import Quarantine
+from kvferry.link.identity import GatewayIdentity
+from kvferry.link.quarantine import Quarantine
 from kvferry.link.worker_link import OnResidency, WorkerLink
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership
 from kvferry.membership.follower import MemberFollower

@@ -18,7 +18,7 @@ from kvferry.engine.base import Engine
 from kvferry.engine.hang_detector import HangDetector
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import EngineDead, KvferryError
-from kvferry.link.identity.served_model import identity
+from kvferry.link.served_model import identity
 from kvferry.membership.base import Member, MemberId, MemberKind, Membership, Registration
 from kvferry.observability.exposition import SpanCounts
 from kvferry.observability.metrics_listener import MetricsListener

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from kvferry.link.gateway_session import GatewaySession
-from kvferry.link.identity.protocol import QUARANTINE_KNOWN
-from kvferry.link.request_quarantine import Quarantine
+from kvferry.link.identity import QUARANTINE_KNOWN
+from kvferry.link.quarantine import Quarantine
 from kvferry.wire.v1 import worker_pb2 as pb
 
 MAX_ASKED = 1024  # messages that wait for confirmations; older ones are never answered

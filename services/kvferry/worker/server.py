@@ -15,12 +15,11 @@ from kvferry.config import TlsConfig
 from kvferry.engine.base import Engine, EngineRequest, EngineStats
 from kvferry.errors import KvferryError, Overloaded, TenantOverloaded, WorkerDraining
 from kvferry.link import codec
-from kvferry.link.first_outputs import FirstOutputs
+from kvferry.link.engine_admission import FirstOutputs, ImageRoom
 from kvferry.link.frame_server import FrameServer
 from kvferry.link.gateway_session import GatewaySession, SessionTransport
 from kvferry.link.grpc_server import GrpcServer
-from kvferry.link.identity.protocol import POOLS, Identity, identity_of, why_incompatible
-from kvferry.link.image_room import ImageRoom
+from kvferry.link.identity import POOLS, Identity, identity_of, why_incompatible
 from kvferry.link.tenants import TenantMeter
 from kvferry.membership.base import MemberKind
 from kvferry.util.task_set import TaskSet

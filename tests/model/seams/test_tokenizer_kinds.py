@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.link.identity.served_model import has_mistral_tokenizer
+from kvferry.link.served_model import has_mistral_tokenizer
 
 pytestmark = pytest.mark.vllm
 

@@ -14,7 +14,7 @@ from kvferry.config import MAX_ADAPTERS
 from kvferry.errors import ModelNotFound, NoDecodeWorker
 from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.models import AdapterNames, Models
-from kvferry.link.identity.protocol import Identity
+from kvferry.link.identity import Identity
 from kvferry_sim import SimRenderer
 
 POOLS = {"fast": {"served_name": "m-fast"}, "bank": {"served_name": "m-bank", "dedicated": True}}

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.gateway.bodies import grpc_texts
-from kvferry.gateway.bodies.grpc_bodies import read_generate, read_tokenize
-from kvferry.gateway.bodies.grpc_texts import contents_of, text_of
+from kvferry.gateway.bodies import grpc_bodies
+from kvferry.gateway.bodies.grpc_bodies import contents_of, read_generate, read_tokenize, text_of
 from kvferry.inference.v1 import inference_pb2 as pb
 
 TEXTS = st.text(st.sampled_from("aé漢😀\x00"), max_size=12)
@@ -15,8 +14,8 @@ TEXTS = st.text(st.sampled_from("aé漢😀\x00"), max_size=12)
 @pytest.fixture(autouse=True, scope="module")
 def _short_steps() -> object:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(grpc_texts, "LONG_BYTES", 0)
-        monkeypatch.setattr(grpc_texts, "_STEP_BYTES", 5)
+        monkeypatch.setattr(grpc_bodies, "LONG_BYTES", 0)
+        monkeypatch.setattr(grpc_bodies, "_STEP_BYTES", 5)
         yield
 
 

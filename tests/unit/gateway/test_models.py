@@ -13,7 +13,7 @@ from kvferry.engine.base import RenderedPrompt, RenderOutcomes, Sampling
 from kvferry.errors import InvalidRequest, ModelNotFound, NoDecodeWorker, NotReady
 from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.models import MAX_NAMED, Models
-from kvferry.link.identity.protocol import Identity
+from kvferry.link.identity import Identity
 from kvferry_sim import SimRenderer
 from support.waiting import until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.engine.base import AnswerDelta, EngineOutput
 from kvferry.gateway.choices import ParsedChoice
-from kvferry.gateway.http.openai_parsed_responses import message_json
+from kvferry.gateway.http.openai_responses import message_json
 
 
 def test_text_that_the_parser_made_nothing_of_counts_and_is_not_shown() -> None:

@@ -7,7 +7,7 @@ import json
 from kvferry.gateway.record_views import HIDDEN, explained, for_tenant
 from kvferry.membership.base import MemberId
 from kvferry.router.placement import Placement, Reason
-from kvferry.router.request_record import RequestRecord
+from kvferry.router.request import RequestRecord
 
 
 def test_names_of_workers_are_hidden_and_what_is_the_tenants_own_is_not() -> None:

@@ -33,10 +33,9 @@ from kvferry.errors import ConfigError, UnavailableError
 from kvferry.hub_model import fill as filling
 from kvferry.hub_model import hub as hub_module
 from kvferry.hub_model import marker
-from kvferry.hub_model.__main__ import masked
+from kvferry.hub_model.__main__ import masked, wait
 from kvferry.hub_model.fill import fill, words_of_drive
 from kvferry.hub_model.hub import checked
-from kvferry.hub_model.wait import wait
 from support.child_imports import import_environment
 from support.hub_server import COMMIT, MODEL, Hub, hub_server
 
@@ -714,7 +713,7 @@ from pathlib import Path
 import kvferry.hub_model.__main__
 if sys.argv[1] == "wait": import kvferry.app
 from kvferry.hub_model.fill import fill
-from kvferry.hub_model.wait import wait
+from kvferry.hub_model.__main__ import wait
 def has_library(): print(any(name.startswith(("huggingface_hub", "httpx2")) for name in sys.modules))
 def run(): fill({MODEL!r}, "v1", Path({str(folder)!r}), report=lambda _: None, endpoint={hub.url!r})
 if sys.argv[1] == "fill": run()

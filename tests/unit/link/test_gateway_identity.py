@@ -1,11 +1,11 @@
-"""link/identity/protocol.py: a gateway without weights works with workers of equal ones."""
+"""link/identity.py: a gateway without weights works with workers of equal ones."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.link.identity.protocol import GatewayIdentity, Identity, ServedModel, why_incompatible
+from kvferry.link.identity import GatewayIdentity, Identity, ServedModel, why_incompatible
 from kvferry.membership.base import MemberId
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from kvferry.config import MAX_ADAPTERS
-from kvferry.link.identity.protocol import (
+from kvferry.link.identity import (
     ADAPTERS,
     NEWEST_VERSION,
     Identity,

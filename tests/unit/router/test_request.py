@@ -27,8 +27,7 @@ from kvferry.membership.base import MemberId
 from kvferry.router.placement import Placement, Reason
 from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import NO_LOAD, VolumeLoad
-from kvferry.router.request import MAX_NOTED, PROMPT_ONLY, Answer, Contract, Prompt, Request
-from kvferry.router.request_record import RequestRecord
+from kvferry.router.request import MAX_NOTED, PROMPT_ONLY, Answer, Contract, Prompt, Request, RequestRecord
 from kvferry.tenancy.namespace import Namespace
 
 PROMPT = [10, 11, 12]

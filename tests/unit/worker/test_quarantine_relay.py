@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from kvferry.link.gateway_session import GatewaySession
-from kvferry.link.identity.protocol import QUARANTINE, QUARANTINE_KNOWN
+from kvferry.link.identity import QUARANTINE, QUARANTINE_KNOWN
 from kvferry.wire.v1 import worker_pb2 as pb
 from kvferry.worker import quarantine_relay
 from kvferry.worker.quarantine_relay import QuarantineRelay

@@ -22,8 +22,16 @@ from kvferry.gateway.bodies.openai_bodies import (
     read_completion,
 )
 from kvferry.gateway.generation import Gathered, Generation, refuse_abort
-from kvferry.gateway.http.openai_parsed_responses import NamedCallFormat, ParsedChatFormat
-from kvferry.gateway.http.openai_responses import DONE, ChatFormat, CompletionFormat, Format, encode, error_chunk
+from kvferry.gateway.http.openai_responses import (
+    DONE,
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    NamedCallFormat,
+    ParsedChatFormat,
+    encode,
+    error_chunk,
+)
 from kvferry.gateway.http.stream_writer import StreamWriter
 from kvferry.gateway.identity.tenants import Tenant
 from kvferry.gateway.intake import Intake

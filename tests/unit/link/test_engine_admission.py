@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvferry.link.first_outputs import FirstOutputs
+from kvferry.link.engine_admission import FirstOutputs
 
 
 async def settle() -> None:

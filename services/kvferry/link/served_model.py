@@ -10,7 +10,7 @@ import xxhash
 
 from kvferry.config import ClusterConfig
 from kvferry.engine.vllm.start.weights import has_weights, weights_named, weights_revision
-from kvferry.link.identity.protocol import Identity, ServedModel
+from kvferry.link.identity import Identity, ServedModel
 from kvferry.model_folder import TOKENIZER_FILES, cache_folder
 
 
