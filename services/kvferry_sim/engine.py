@@ -31,16 +31,13 @@ from kvferry.observability.tracing import TraceContext
 from kvferry.pages.exchange import PAGE_FORMATS, sorted_fields
 from kvferry.tenancy.pages.outcome import TenantUsage
 from kvferry.tenancy.terms import TierTerms
-from kvferry_sim.admission import ticket_of, to_sequence, validate_request
-from kvferry_sim.answer import Answer
+from kvferry_sim.answer import Answer, SimParser
 from kvferry_sim.block_pool import PageId
 from kvferry_sim.event_stream import KvEventStream
-from kvferry_sim.kv_cache import KvCache
-from kvferry_sim.kv_fetch import KvFetcher
+from kvferry_sim.kv_cache import KvCache, KvFetcher
 from kvferry_sim.kv_transfer import KvTransferError, KvTransferServer, Ticket, layout_digest
-from kvferry_sim.parsing import SimParser
 from kvferry_sim.scheduler import Scheduler
-from kvferry_sim.sequence import Phase, TokenSequence
+from kvferry_sim.sequence import Phase, TokenSequence, ticket_of, to_sequence, validate_request
 from kvferry_sim.settings import SimConfig
 from kvferry_sim.step_loop import Faults, StepLoop
 from kvferry_sim.tier import SimTier, sim_layout

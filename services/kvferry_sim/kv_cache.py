@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from kvferry.engine.base import KvEvent
-from kvferry_sim.block_pool import BlockPool, PageId
-from kvferry_sim.kv_transfer import LayoutDigest, PageMemory
-from kvferry_sim.sequence import TokenSequence
-from kvferry_sim.tier import SimTier
-
-
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from kvferry.engine.base import CachedTokens, KvTransferStats, PromptSources
+from kvferry.engine.base import CachedTokens, KvEvent, KvTransferStats, PromptSources
 from kvferry.engine.time_shares import TransferShares
 from kvferry.residency.index import Tier
 from kvferry.util.task_set import TaskSet
-from kvferry_sim.block_pool import PageHash
-from kvferry_sim.kv_transfer import PULL_TIMEOUT_S, KvTransferError, Ticket, pull_pages, release_offer
+from kvferry_sim.block_pool import BlockPool, PageHash, PageId
+from kvferry_sim.kv_transfer import (
+    PULL_TIMEOUT_S,
+    KvTransferError,
+    LayoutDigest,
+    PageMemory,
+    Ticket,
+    pull_pages,
+    release_offer,
+)
 from kvferry_sim.sequence import Phase, TokenSequence
 from kvferry_sim.settings import SimConfig
 from kvferry_sim.tier import SimTier
+
+log = logging.getLogger(__name__)
+
 
 class KvCache:
     """The owner stops `tier`."""
@@ -103,9 +105,6 @@ class KvCache:
         self.pool.check()
         if self.tier is not None and with_tier:
             self.tier.check()
-
-
-log = logging.getLogger(__name__)
 
 
 class KvFetcher:

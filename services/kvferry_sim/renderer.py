@@ -11,7 +11,7 @@ from msgspec import structs
 
 from kvferry.engine.base import ANYBODY, Asker, ChatImage, RenderedPrompt, RenderOutcomes, Sampling
 from kvferry.errors import ContextLengthExceeded, InvalidRequest
-from kvferry_sim.parsing import check_name, parse_of
+from kvferry_sim.answer import check_name, parse_of
 from kvferry_sim.tokenizer import ROLE_TO_MARKER, SimTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; chat has none

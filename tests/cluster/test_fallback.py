@@ -19,7 +19,7 @@ from kvferry.membership.base import MemberKind
 from kvferry.router import dispatch
 from kvferry.worker import lifecycle as worker_host
 from kvferry.worker.lifecycle import WorkerHost
-from kvferry_sim import Faults, SimEngine, kv_fetch
+from kvferry_sim import Faults, SimEngine, kv_cache
 from kvferry_sim.kv_transfer import PullFault
 from support.tcp_relay import TcpRelay
 from support.waiting import PATIENCE_S, SOON_S, until
@@ -146,7 +146,7 @@ async def test_unequal_pages_are_not_ferried(undisturbed: str) -> None:
 async def test_a_transfer_that_fails_is_recomputed(
     cluster: SimCluster, undisturbed: str, fault: PullFault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_fetch, "PULL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(kv_cache, "PULL_TIMEOUT_S", 0.3)
     the(cluster, MemberKind.PREFILL).faults = Faults(pulls=fault)
     text, record = await succeeds(cluster)
     assert text == undisturbed

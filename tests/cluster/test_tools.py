@@ -16,7 +16,7 @@ from kvferry.errors import ConfigError
 from kvferry.gateway.lifecycle import build_renderer
 from kvferry.membership.base import MemberKind
 from kvferry_sim import engine as sim_engine
-from kvferry_sim.parsing import NUM_CONTENT_WORDS, NUM_REASONING_WORDS, SimParser
+from kvferry_sim.answer import NUM_CONTENT_WORDS, NUM_REASONING_WORDS, SimParser
 from support.waiting import PATIENCE_S
 
 from .conftest import MODEL, SimCluster, running

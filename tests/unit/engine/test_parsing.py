@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.engine.base import AnswerDelta
 from kvferry.engine.parsing import ParsedAnswer
-from kvferry_sim.parsing import SimParser, parse_of
+from kvferry_sim.answer import SimParser, parse_of
 
 WORDS = [" one", " two", " three", " four", " five", " six", " seven", " eight"]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]

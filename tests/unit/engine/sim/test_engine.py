@@ -23,7 +23,7 @@ from kvferry.engine.base import (
     TransferParams,
 )
 from kvferry.errors import ContextLengthExceeded, EngineDead, EngineError, InvalidRequest, UnsupportedEngine
-from kvferry_sim import Faults, PullFault, SimEngine, kv_fetch
+from kvferry_sim import Faults, PullFault, SimEngine, kv_cache
 from kvferry_sim.settings import SimConfig
 from support.waiting import SOON_S
 
@@ -259,7 +259,7 @@ async def test_pages_of_a_killed_engine_are_computed(pair: tuple[SimEngine, SimE
 async def test_what_cannot_be_pulled_is_computed(
     pair: tuple[SimEngine, SimEngine], monkeypatch: pytest.MonkeyPatch, fault: PullFault, num_pulled: int
 ) -> None:
-    monkeypatch.setattr(kv_fetch, "PULL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(kv_cache, "PULL_TIMEOUT_S", 0.2)
     prefiller, decode = pair
     prompt = prompt_of(30)
     transfer_params = await prefill(prefiller, prompt)

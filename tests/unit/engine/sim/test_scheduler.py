@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvferry.engine.base import EngineRequest, RequestId, Sampling, Turn
-from kvferry_sim.admission import to_sequence
 from kvferry_sim.block_pool import BlockPool
 from kvferry_sim.scheduler import Scheduler
+from kvferry_sim.sequence import to_sequence
 from kvferry_sim.settings import SimConfig
 from kvferry_sim.tokenizer import SimTokenizer
 
