@@ -200,7 +200,7 @@ class GrammarSteps:
         from vllm.tokenizers import cached_tokenizer_from_config
         from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 
-        from kvferry.engine.vllm.plugins.grammar_words import fill_word_caches_of_grammars
+        from kvferry.engine.vllm.plugins.grammars import fill_word_caches_of_grammars
         from kvferry.engine.vllm.rendering.structured_outputs import structured_outputs_config
 
         model = VllmModelConfig(model=str(folder), tokenizer=str(folder))

@@ -51,13 +51,13 @@ LIMITS = {
     "readme_words": 900,
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
-    "files": 308,
-    "lines": 45_893,
-    "docstring_words": 34_327,  # a share of the lines would rise where code goes
+    "files": 293,
+    "lines": 45_862,
+    "docstring_words": 34_307,  # a share of the lines would rise where code goes
     "root_modules": 7,
-    "most_files_in_a_package": 19,
+    "most_files_in_a_package": 16,
     "settings": 184,
-    "files_called": 71,
+    "files_called": 66,
 }
 _LONG_FUNCTION = 60
 _NUM_PASSAGES = 5  # what only one of these requests calls belongs to a heartbeat, or to a queue on a busy machine

@@ -105,8 +105,8 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "following it in an engine | {} s of CPU time, and {} ms for each token",
-            "engine.vllm.plugins.grammar_limits:MAX_START_S",
-            "engine.vllm.plugins.grammar_limits:MAX_TOKEN_S/ms",
+            "engine.vllm.plugins.grammars:MAX_START_S",
+            "engine.vllm.plugins.grammars:MAX_TOKEN_S/ms",
         ),
         ("| grammars that wait to be tried | {} (429) |", "engine.grammar_checks:MAX_WAITING"),
         ("`gateway.images.max_per_request`: {} |", "config:gateway.images.max_per_request"),

@@ -23,7 +23,7 @@ NICENESS = 5  # streams need the cores more; forks are nicer still
 # Texts and their tokens that a grammar is tried with: they find one whose time grows with the text.
 NUM_WALKS = 4
 MAX_WALK_TOKENS = 48
-MAX_TOKEN_S = 0.03  # of CPU time; an engine allows less in the mean (engine/vllm/plugins/grammar_limits.py)
+MAX_TOKEN_S = 0.03  # of CPU time; an engine allows less in the mean (engine/vllm/plugins/grammars.py)
 _PATTERN_FAULT = "regex parse error:"
 _MAX_SHOWN_CHARS = 200
 _FIRST_GRAMMAR = '{"grammars": [{"json_schema": {"type": "object"}}]}'  # so that no fork makes what all need

@@ -14,8 +14,6 @@ pytestmark = pytest.mark.vllm
 
 
 class TestNixlLease:
-    """engine/vllm/plugins/nixl/nixl_lease.py"""
-
     def test_vllm_still_has_what_is_wrapped(self) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker, pull_scheduler, pull_worker
 
@@ -93,3 +91,34 @@ class TestNixlLease:
         kept, params = scheduler.request_finished(SimpleNamespace(request_id="kept"), ())
         assert (kept, params) == (True, {"do_remote_prefill": True, "remote_blocks_expiry_time": 7.5})
         assert scheduler.request_finished(SimpleNamespace(request_id="not"), ()) == (False, None)
+
+
+class TestNixlRelease:
+    def test_no_attribute_hides_one_of_the_worker(self) -> None:
+        from vllm.v1.worker.worker_base import WorkerBase
+
+        from kvferry.engine.vllm.plugins.nixl.nixl_lease import ReleaseExtension
+
+        ours = [name for name in dir(ReleaseExtension) if not name.startswith("__")]
+        assert ours == ["kvferry_release"]
+        assert not any(hasattr(WorkerBase, name) for name in ours)
+
+    def test_leases_are_where_the_reaper_looks(self) -> None:
+        """It compares the same clock, and an ended lease is reaped at its next look."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+
+        from kvferry.engine.vllm.plugins.nixl.nixl_lease import end_lease
+
+        worker = SimpleNamespace(
+            _reqs_to_send={"a": float("inf"), "b": float("inf")},
+            _reqs_to_process={"a", "b"},
+            consumer_notification_counts_by_req={},
+            expected_consumer_notifications_by_req={},
+            xfer_stats=SimpleNamespace(record_kv_expired_req=lambda: None),
+        )
+        assert end_lease(worker, "a")
+        assert not end_lease(worker, "unknown")
+        done: set[str] = set()
+        NixlBaseConnectorWorker._reap_expired_send_leases(worker, done)
+        assert done == {"a"}
+        assert not end_lease(worker, "a")

@@ -31,7 +31,7 @@ NUM_REPLAYABLE = 2000
 _PRODUCER = "kv_producer"
 # How long a prefill engine keeps pages that no decode engine pulls, or asks it to keep.
 TRANSFER_LEASE_S = 120
-RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl.nixl_release.ReleaseExtension"
+RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl.nixl_lease.ReleaseExtension"
 
 
 def engine_arguments(

@@ -11,22 +11,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBa
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
 from kvferry.engine.vllm.plugins.absent_images import end_requests_of_absent_images
-from kvferry.engine.vllm.plugins.adapter_page_keys import hash_adapters_by_name
-from kvferry.engine.vllm.plugins.cpu_lora_rows import leave_other_rows_alone
 from kvferry.engine.vllm.plugins.cpu_token_ranks import count_without_compiled_code
-from kvferry.engine.vllm.plugins.draft_min_tokens import count_drafts_for_min_tokens
-from kvferry.engine.vllm.plugins.draft_sampling import constrain_steps_with_drafts, expand_settings_of_drafts
+from kvferry.engine.vllm.plugins.cpu_waits import blocking_progress_thread, poll_shm_queues_slowly, slow_idle_steps
+from kvferry.engine.vllm.plugins.drafts import (
+    constrain_steps_with_drafts,
+    count_drafts_for_min_tokens,
+    expand_settings_of_drafts,
+)
 from kvferry.engine.vllm.plugins.given_tokens import count_given_tokens, sample_after_given_tokens
-from kvferry.engine.vllm.plugins.grammar_limits import limit_grammars
-from kvferry.engine.vllm.plugins.grammar_words import fill_word_caches_of_grammars
-from kvferry.engine.vllm.plugins.lora_patterns import look_patterns_up
+from kvferry.engine.vllm.plugins.grammars import fill_word_caches_of_grammars, limit_grammars
+from kvferry.engine.vllm.plugins.lora import hash_adapters_by_name, leave_other_rows_alone, look_patterns_up
 from kvferry.engine.vllm.plugins.nixl.nixl_exchange import compare_exchange_digests
 from kvferry.engine.vllm.plugins.nixl.nixl_handshake_port import retry_taken_handshake_ports
-from kvferry.engine.vllm.plugins.nixl.nixl_idle_steps import slow_idle_steps
 from kvferry.engine.vllm.plugins.nixl.nixl_lease import refuse_reads_after_lease, send_lease_ends
-from kvferry.engine.vllm.plugins.nixl.nixl_progress import blocking_progress_thread
 from kvferry.engine.vllm.plugins.seeded_noise import draw_by_position
-from kvferry.engine.vllm.plugins.shm_queue_polling import poll_shm_queues_slowly
 from kvferry.engine.vllm.plugins.transfer_times import KV_TRANSFER_TIMES, TransferTimes
 
 

@@ -1,10 +1,12 @@
-"""Prevents reads of a prefill engine's pages after their lease (see ADR 8)."""
+"""Leases of a prefill engine's kept pages: no read after their end (see ADR 8), and their end at once."""
 
 from __future__ import annotations
 
 import logging
 import time
 from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 log = logging.getLogger(__name__)
 
@@ -59,3 +61,32 @@ def refuse_reads_after_lease(worker: Any) -> None:
 
     worker._read_blocks_for_req = read
     worker._pop_done_transfers = pop
+
+
+class ReleaseExtension:
+    """Releases kept pages at once; vLLM 0.32 leaves them to their lease.
+
+    vLLM mixes this `worker_extension_cls` into its worker, and refuses names that its worker has. It runs between two
+    steps, on the thread that reaps leases.
+    """
+
+    def kvferry_release(self, request_id: str) -> bool:
+        """Return False if there is no lease (yet)."""
+        if not has_kv_transfer_group():
+            return False
+        return any(end_lease(worker, request_id) for worker in _connector_workers(get_kv_transfer_group()))
+
+
+def end_lease(worker: Any, request_id: str) -> bool:
+    """The next step frees the pages."""
+    leases: dict[str, float] = worker._reqs_to_send
+    if request_id not in leases:
+        return False
+    leases[request_id] = time.perf_counter()
+    return True
+
+
+def _connector_workers(connector: Any) -> list[Any]:
+    connectors = getattr(connector, "_connectors", None) or [connector]
+    workers = [getattr(each, "connector_worker", None) for each in connectors]
+    return [worker for worker in workers if hasattr(worker, "_reqs_to_send")]

@@ -35,7 +35,7 @@ _MIN_CHUNK_BYTES = 1 << 20
 _MAX_CHUNK_TOKENS = 256
 
 # How long an idle step waits for the keeper on the CPU device, where idle steps take cores from computing
-# (nixl_idle_steps.py).
+# (cpu_waits.py).
 _IDLE_STEP_WAIT_S = 0.01
 
 

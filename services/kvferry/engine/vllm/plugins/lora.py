@@ -1,12 +1,42 @@
-"""LoRA on the CPU device: no adapter for rows that ask for none."""
+"""LoRA adapters: page hashes, ranks and scales of modules, and rows on the CPU device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.punica_wrapper import punica_cpu
+from vllm.v1.core import kv_cache_utils
+
+from kvferry.engine.vllm.adapter_folder import match_pattern
+
+# vLLM hashes an adapter's name and its path. Each engine has its own copy of an adapter, in a folder of its own, so
+# equal pages would have other hashes in each, and none would be found on a volume. The name has the digest of the
+# adapter's files (`StagedAdapter.key`), so the path says nothing more.
+
+
+def hash_adapters_by_name() -> None:
+    """Idempotent."""
+    kv_cache_utils._gen_lora_extra_hash_keys = lora_hash_keys
+
+
+def lora_hash_keys(request: Any) -> list[tuple[str, str]]:
+    adapter = request.lora_request
+    return [("lora", adapter.lora_name)] if adapter else []
+
+
+# vLLM 0.32 compiles a regular expression for each key of `rank_pattern` and `alpha_pattern`, and each module, while all
+# requests of the engine wait: minutes for adapters with a key per module (AdaLoRA), which counts as a hang. Keys are
+# names of modules or ends of them (`adapter_folder`), so a look-up finds the same.
+
+
+def look_patterns_up() -> None:
+    """Idempotent."""
+    PEFTHelper._match_pattern = staticmethod(match_pattern)
+
 
 # vLLM 0.32 gives rows of a step without an adapter the index -1, as its GPU kernels want it. Its functions for the CPU
 # take that index of a tensor: the last adapter (vllm-project/vllm#48421). A request for the model itself, beside one

@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/grammar_limits.py and engine/deep_threads.py"""
+"""engine/vllm/plugins/grammars.py and engine/deep_threads.py"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
-    from kvferry.engine.vllm.plugins.grammar_limits import limit_grammars
+    from kvferry.engine.vllm.plugins.grammars import limit_grammars
 
     for kind, name in (
         (GuidanceGrammar, "accept_tokens"),
@@ -69,13 +69,13 @@ def test_vllm_still_has_what_is_replaced_and_ends_a_request_whose_grammar_refuse
 
 @pytest.mark.usefixtures("limited")
 def test_a_grammar_that_takes_long_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.engine.vllm.plugins import grammar_limits
+    from kvferry.engine.vllm.plugins import grammars
 
     tokenizer, grammar = made("REGEX", "(a|b)*")
     (token,) = tokenizer.encode("a", add_special_tokens=False)
     assert grammar.accept_tokens("r", [token])
-    monkeypatch.setattr(grammar_limits, "MAX_START_S", 0.0)
-    monkeypatch.setattr(grammar_limits, "MAX_TOKEN_S", 0.0)
+    monkeypatch.setattr(grammars, "MAX_START_S", 0.0)
+    monkeypatch.setattr(grammars, "MAX_TOKEN_S", 0.0)
     assert not grammar.accept_tokens("r", [token])
 
 
@@ -121,3 +121,40 @@ def test_a_deep_thread_holds_a_chain_of_references_that_another_one_does_not() -
         assert threads.submit(llguidance.LLMatcher.validate_grammar, grammar).result() == ""
     assert threading.stack_size() == before
     assert 2_500 * 8.4 * 1024 > 16 << 20 < STACK_BYTES
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def tokenize_str(self, text: str) -> None:
+        self.encoded.append(text)
+
+
+def test_a_tokenizer_of_grammars_is_full_before_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.structured_output.backend_guidance import GuidanceBackend
+
+    from kvferry.engine.vllm.plugins.grammars import fill_word_caches_of_grammars
+
+    recorder = Recorder()
+    build = inspect.unwrap(GuidanceBackend._build_ll_tokenizer)
+    assert list(inspect.signature(build).parameters) == ["tokenizer", "vocab_size"]
+    assert "self._build_ll_tokenizer(self.tokenizer, self.vocab_size)" in inspect.getsource(GuidanceBackend)
+    monkeypatch.setattr(GuidanceBackend, "_build_ll_tokenizer", staticmethod(lambda *_: recorder))
+    fill_word_caches_of_grammars()
+    fill_word_caches_of_grammars()
+    assert GuidanceBackend._build_ll_tokenizer(None, 0) is recorder
+    assert len(recorder.encoded) == len(set(recorder.encoded)) == 20_000
+
+
+def test_each_of_the_words_is_one_that_a_tokenizer_keeps() -> None:
+    # Two words that it takes for one would leave room.
+    from tokenizers import Tokenizer
+
+    from kvferry.engine.vllm.plugins.grammars import words
+
+    tokenizer: Any = Tokenizer.from_file(f"{model_folder.resolve('default')}/tokenizer.json")
+    found = [tokenizer.pre_tokenizer.pre_tokenize_str(word) for word in words()]
+    assert all(len(parts) == 1 for parts in found)
+    vocabulary = tokenizer.get_vocab()
+    assert sum(parts[0][0] not in vocabulary for parts in found) > 19_000

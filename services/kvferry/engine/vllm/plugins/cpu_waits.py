@@ -1,0 +1,61 @@
+"""Waits in place of spinning, on the CPU device (see ADR 5)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from nixl._api import nixl_agent
+from vllm.distributed.device_communicators import shm_broadcast
+
+# A step of the CPU device takes tens of milliseconds.
+POLL_PAUSE_S = 0.0002
+
+
+def poll_shm_queues_slowly() -> None:
+    """Affects all queues of this process. Idempotent."""
+    shm_broadcast.sched_yield = _pause
+
+
+def _pause() -> None:
+    time.sleep(POLL_PAUSE_S)
+
+
+# Some UCX transports need polls even when no data arrives.
+PROGRESS_PERIOD_US = 1000
+
+
+@contextlib.contextmanager
+def blocking_progress_thread() -> Iterator[None]:
+    """Agents made inside sleep until data arrives, at most PROGRESS_PERIOD_US."""
+    bindings: Any = sys.modules[nixl_agent.__module__].nixlBind
+    plain = bindings.nixlAgentConfig
+
+    class Waiting(plain):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, PROGRESS_PERIOD_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = Waiting
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = plain
+
+
+# Well below a prompt's computing time on the CPU device.
+IDLE_STEP_PAUSE_S = 0.01
+
+
+def slow_idle_steps(scheduler: Any) -> None:
+    """Pause before the idle steps of a prefill engine that keeps pages for KV transfer."""
+    build_connector_meta = scheduler.build_connector_meta
+
+    def build(scheduler_output: Any) -> Any:
+        if not scheduler_output.total_num_scheduled_tokens and not scheduler_output.finished_req_ids:
+            time.sleep(IDLE_STEP_PAUSE_S)
+        return build_connector_meta(scheduler_output)
+
+    scheduler.build_connector_meta = build
