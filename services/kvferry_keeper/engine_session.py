@@ -118,13 +118,13 @@ class EngineSession:
             self.refusal = reason
             self._leave()
 
-    def say_bye(self, reason: str = "") -> None:
+    def say_bye(self) -> None:
         if self._connection is None or self._is_finishing:
             return
         self._leave()
         self._is_finishing = True
         self._updates.clear()
-        self.answer(messages.Bye(reason or self.refusal))
+        self.answer(messages.Bye(self.refusal))
         if self._connection is not None:
             self._goodbye = self._loop.call_later(_GOODBYE_TIMEOUT_S, self.close)
 

@@ -63,9 +63,9 @@ def start_etcd(folder: RunFolder, tls: TlsConfig, pace: Pace) -> Etcd:
     raise AssertionError("unreachable")
 
 
-def is_healthy(endpoint: str, context: ssl.SSLContext, *, timeout_s: float = 1.0) -> bool:
+def is_healthy(endpoint: str, context: ssl.SSLContext) -> bool:
     try:
-        answer = httpx.get(f"https://{endpoint}/health", timeout=timeout_s, trust_env=False, verify=context)
+        answer = httpx.get(f"https://{endpoint}/health", timeout=1.0, trust_env=False, verify=context)
         return answer.status_code == 200 and answer.json().get("health") == "true"
     except (httpx.HTTPError, ValueError):
         return False

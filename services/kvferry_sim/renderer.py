@@ -39,7 +39,6 @@ class SimRenderer:
     def __init__(
         self,
         max_model_len: int,
-        tokenizer: SimTokenizer | None = None,
         *,
         tool_parser: str = "",
         reasoning_parser: str = "",
@@ -49,7 +48,7 @@ class SimRenderer:
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
         self._max_model_len = max_model_len
-        self._tokenizer = tokenizer or SimTokenizer()
+        self._tokenizer = SimTokenizer()
 
     def max_model_len(self) -> int:
         return self._max_model_len

@@ -53,18 +53,14 @@ class UnreadAnswers:
         self,
         max_bytes: int,
         on_cut: Callable[[Connection, int], None],
-        *,
-        max_stream_bytes: int = MAX_STREAM_BYTES,
-        stall_s: float = STALL_S,
-        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_cut` gets the bytes that were unread."""
         self.num_bytes = 0
         self.max_bytes = max_bytes
-        self.max_stream_bytes = max_stream_bytes
+        self.max_stream_bytes = MAX_STREAM_BYTES
         self._on_cut = on_cut
-        self.stall_s = stall_s
-        self._now_s = now_s
+        self.stall_s = STALL_S
+        self._now_s = time.monotonic
         self._connections: dict[Connection, _Unread] = {}  # longest without progress first
         self._timer: asyncio.TimerHandle | None = None
         self.none_left = asyncio.Event()  # set while no answer is unread

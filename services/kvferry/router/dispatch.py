@@ -65,16 +65,14 @@ class Dispatcher:
         config: GatewayConfig,
         *,
         volumes: Callable[[str], Mapping[str, VolumeCosts]] = lambda pool: NO_VOLUMES,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`volumes` gives those that a pool's engines use; `clock` must be the one that stamps candidates."""
+        """`volumes` gives those that a pool's engines use."""
         self._router = Router(
             workers,
             policy,
             metrics,
             config.request_timeout_s * PREFILL_SHARE,
             volumes,
-            clock,
             itertools.count(1),
             config.queue_timeout_s,
         )
@@ -132,7 +130,7 @@ class Dispatcher:
             raise
 
     def _put_in_quarantine(self, request: Request) -> None:
-        router, digest, now_s = self._router, digest_of(request), self._router.clock()
+        router, digest, now_s = self._router, digest_of(request), time.monotonic()
         if router.workers.quarantined.contains(digest, now_s):
             return  # a copy of this request was first
         router.metrics.quarantined.labels(when="first").inc()
@@ -170,7 +168,7 @@ class _RequestRun:
 
     async def _try_once(self) -> bool:
         router, losses = self._router, self._placer.losses
-        if router.workers.losses.knows_blamed(router.clock()) and not losses.has_answered:
+        if router.workers.losses.knows_blamed(time.monotonic()) and not losses.has_answered:
             router.workers.losses.adopt_blame(self._placer.digest, losses)
         self._answer.begin_attempt(is_suspect=losses.is_suspect)
         attempt = await self._placer.place()
@@ -193,7 +191,7 @@ class _RequestRun:
             if attempt.place is not None:
                 attempt.place.release()
             router.workers.losses.end_trial(losses)
-            router.policy.ended(attempt.id, router.clock(), attempt.num_generated)
+            router.policy.ended(attempt.id, time.monotonic(), attempt.num_generated)
 
     # Prefill
 
@@ -210,7 +208,7 @@ class _RequestRun:
         self, worker: MemberId, attempt: PlacedAttempt, prompt: EngineRequest, span: Span | None
     ) -> KeptPages | None:
         router, record = self._router, self._record
-        began_s = router.clock()
+        began_s = time.monotonic()
         link = router.workers.link(worker)
         try:
             if link is None:
@@ -244,7 +242,7 @@ class _RequestRun:
             return None
         record.prefill_worker = worker
         record.prefill_sources = last.sources or NO_SOURCES
-        now_s = router.clock()
+        now_s = time.monotonic()
         router.metrics.prefill_seconds.observe(now_s - began_s)
         router.policy.prefilled(attempt.id, now_s)
         if last.sources is not None:
@@ -273,7 +271,7 @@ class _RequestRun:
             self._placer.note_loss()
             has_vanished = isinstance(error, WorkerLost) and error.has_vanished
             is_blameless = isinstance(error, EngineDead) and error.is_blameless
-            num_tokens, now_s = len(self._answer.token_ids), self._router.clock()
+            num_tokens, now_s = len(self._answer.token_ids), time.monotonic()
             if self._router.workers.losses.lose(
                 engine, losses, num_tokens, now_s, has_vanished=has_vanished, is_blameless=is_blameless
             ):
@@ -306,7 +304,7 @@ class _RequestRun:
     async def _decode(self, attempt: PlacedAttempt, decode: WorkerLink) -> bool:
         self._placer.failed.add(decode)
         self._record.decode_worker = decode.member.member_id
-        attempt.submitted_s = self._router.clock()
+        attempt.submitted_s = time.monotonic()
         attempt.num_tokens_before = len(self._answer.token_ids)
         self._answer.on_first_output(lambda: self._on_first_output(attempt, remote))
         span = self._record.begin_span("decode", decode.member.member_id)
@@ -344,7 +342,7 @@ class _RequestRun:
             if remote is not None:
                 remote.cancel()
         self._note_finished(attempt, decode, last)
-        self._placer.queue.completions.add(self._router.clock())
+        self._placer.queue.completions.add(time.monotonic())
         return True
 
     async def _pause_of_suspect(self, error: KvferryError) -> None:
@@ -354,7 +352,7 @@ class _RequestRun:
 
     def _on_first_output(self, attempt: PlacedAttempt, remote: RemoteRequest | None) -> None:
         self._record.note_first_output(remote.sources if remote is not None else None)
-        attempt.first_output_s = self._router.clock()
+        attempt.first_output_s = time.monotonic()
         if self._placer.losses.is_suspect:
             self._router.workers.losses.discharge(self._placer.digest)
         self._placer.losses.has_answered = True
@@ -369,7 +367,7 @@ class _RequestRun:
         self._router.policy.learn(decode.member.member_id, measured)
 
     def _measure(self, attempt: PlacedAttempt, decode: WorkerLink, last: EngineOutput) -> Measured:
-        now_s, submitted_s, first_s = self._router.clock(), attempt.submitted_s, attempt.first_output_s
+        now_s, submitted_s, first_s = time.monotonic(), attempt.submitted_s, attempt.first_output_s
         if first_s is None:
             first_s = now_s
         num_steps = len(self._answer.token_ids) - attempt.num_tokens_before - 1

@@ -48,12 +48,10 @@ class KeeperVolumes:
         membership: Membership,
         index: ResidencyIndex,
         follow: FollowVolume,
-        cost_defaults: CostDefaults | None = None,
     ) -> None:
         self._follower = MemberFollower(membership, (MemberKind.KEEPER,), on_joined=self._joined, on_left=self._left)
         self._index = index
         self._follow = follow
-        self._cost_defaults = cost_defaults or CostDefaults()
         self._keepers: dict[MemberId, tuple[Member, list[asyncio.Task[None]]]] = {}
         self._gone: set[MemberId] = set()  # left the registry
         self._ending = TaskSet()
@@ -162,7 +160,7 @@ class KeeperVolumes:
     def _costs_of(self, member: Member, state: VolumeState) -> VolumeCosts:
         rate = state.read_bytes_per_s
         if rate <= 0 or state.chunk_bytes <= 0:
-            return VolumeCosts(frozenset((member.node,)), self._cost_defaults.volume_page_ms, 0.0)
+            return VolumeCosts(frozenset((member.node,)), CostDefaults().volume_page_ms, 0.0)
         ms_per_byte = 1e3 / rate
         page_ms = state.chunk_bytes / state.blocks_per_chunk * ms_per_byte
         return VolumeCosts(frozenset((member.node,)), page_ms, state.queue_bytes * ms_per_byte)

@@ -40,13 +40,12 @@ class Router:
     metrics: RouterMetrics
     prefill_timeout_s: float
     volumes: Callable[[str], Mapping[str, VolumeCosts]]  # by pool
-    clock: Callable[[], float]
     attempt_numbers: Iterator[int]
     queue_timeout_s: float
 
     def refuse_quarantined(self, request: Request) -> None:
         """Raises Quarantined."""
-        quarantined, now_s = self.workers.quarantined, self.clock()
+        quarantined, now_s = self.workers.quarantined, time.monotonic()
         if not quarantined.is_empty(now_s) and quarantined.contains(digest_of(request), now_s):
             self.metrics.quarantined.labels(when="again").inc()
             raise Quarantined(f"workers were lost while they computed this request; {NOT_TRIED}")
@@ -172,7 +171,7 @@ class RequestPlacer:
     async def _wait_for_trial(self) -> None:
         """Raises Overloaded at the end of the time to wait for another worker."""
         try:
-            async with asyncio.timeout(max(0.0, self._loss_wait_ends_s() - self._router.clock())):
+            async with asyncio.timeout(max(0.0, self._loss_wait_ends_s() - time.monotonic())):
                 await self._router.workers.losses.trial_end()
         except TimeoutError:
             raise self.queue.refusal("other requests under which engines were lost are tried first") from None
@@ -218,7 +217,7 @@ class RequestPlacer:
 
     def _line_ends_s(self) -> float:
         router, deadline_s = self._router, self._answer.request.deadline_s
-        now_s = router.clock()
+        now_s = time.monotonic()
         if self.losses.workers:
             ends_s = self._loss_wait_ends_s()
         else:
@@ -229,7 +228,7 @@ class RequestPlacer:
 
     def _loss_wait_ends_s(self) -> float:
         if self._loss_ends_s is None:
-            self._loss_ends_s = self._router.clock() + WORKER_WAIT_S
+            self._loss_ends_s = time.monotonic() + WORKER_WAIT_S
         return self._loss_ends_s
 
     async def _wait_for_worker(self) -> PlacedAttempt | None:
@@ -240,7 +239,7 @@ class RequestPlacer:
         ends_s = self._loss_wait_ends_s()
         attempt: PlacedAttempt | None = None
         try:
-            async with asyncio.timeout(max(0.0, ends_s - self._router.clock())):
+            async with asyncio.timeout(max(0.0, ends_s - time.monotonic())):
                 while attempt is None:
                     await self._router.workers.change()
                     attempt = await self._reserve()
@@ -282,7 +281,7 @@ class RequestPlacer:
                 self.failed.add(decode)
             finally:
                 if not is_placed:
-                    self._router.policy.ended(attempt.id, self._router.clock(), None)
+                    self._router.policy.ended(attempt.id, time.monotonic(), None)
         return None
 
     def _place_now(self) -> PlacedAttempt | None:
@@ -302,7 +301,7 @@ class RequestPlacer:
                 # Their queues are priced all the same: the decode worker may be cheaper.
                 prefill, has_full_prefill = full, True
         began_ns = time.perf_counter_ns()
-        now_s = router.clock()
+        now_s = time.monotonic()
         to_place = _placement_request(self._answer, decode[0].member.block_size, next(router.attempt_numbers))
         placement = router.policy.place(
             to_place,

@@ -43,15 +43,14 @@ class WorkerPool:
         on_residency: OnResidency = lambda link, message: None,
         on_gone: Callable[[MemberId], None] = lambda member_id: None,
         on_change: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_up` and `on_down` report links, `on_gone` forgotten workers, `on_change` all these and draining.
 
         `identity_of` returns what this gateway says of itself to workers of a pool, and they compare. None: it does
         not serve their model now, so they are not dialled before `models_changed`. Without it, it says nothing.
-        Each pool may have `max_queued_requests` that wait for room. `clock` stamps candidates, in seconds.
+        Each pool may have `max_queued_requests` that wait for room.
         """
-        self.queues = RoomQueues(max_queued_requests, clock)
+        self.queues = RoomQueues(max_queued_requests, time.monotonic)
         self.losses, self.quarantined = EngineLosses(self.queues.note_room), Quarantine()
         unknown = GatewayIdentity()
         self._identity_of = identity_of or (lambda pool: unknown)
@@ -62,7 +61,6 @@ class WorkerPool:
         self._up: dict[MemberId, int] = {}  # generation of the links that are up
         self._on_gone = on_gone
         self._notify_change = on_change
-        self._clock = clock
         self._follower = MemberFollower(membership, WORKER_KINDS, on_joined=self._joined, on_left=self._left)
         self._gateway_id = gateway_id
         self._worker = worker
@@ -139,7 +137,7 @@ class WorkerPool:
                 continue
             candidate = self._candidates.get(member_id)
             if candidate is None or candidate.stats is not link.stats:
-                candidate = self._candidates[member_id] = Candidate(link.member, link.stats, self._clock())
+                candidate = self._candidates[member_id] = Candidate(link.member, link.stats, time.monotonic())
             candidates.append((link, candidate))
         return candidates
 
@@ -185,12 +183,12 @@ class WorkerPool:
             on_residency=self._on_residency,
             on_room=lambda: self.queues.note_room(member.pool),
             on_survived=lambda: self.losses.forgive(member.member_id),
-            on_vanished=lambda: self.losses.note_vanished(member.member_id, self._clock()),
+            on_vanished=lambda: self.losses.note_vanished(member.member_id, time.monotonic()),
             on_quarantined=self._learn_quarantined,
         )
 
     def _learn_quarantined(self, message: pb.Quarantined) -> None:
-        new = self.quarantined.add_from_wire(message, self._clock())
+        new = self.quarantined.add_from_wire(message, time.monotonic())
         if new is not None:
             log.warning("%d requests are in quarantine, as another gateway says", len(new.requests))
 
@@ -207,7 +205,7 @@ class WorkerPool:
             if link.connected and self._up.get(member_id) != link.generation:
                 self._up[member_id] = link.generation
                 self._on_up(link)
-                if known := self.quarantined.to_wire(self._clock()):
+                if known := self.quarantined.to_wire(time.monotonic()):
                     link.quarantine.tell(known)
             elif not link.connected and self._up.pop(member_id, None) is not None:
                 self._on_down(link)

@@ -66,14 +66,12 @@ class RemoteReader:
         *,
         keyring: Keyring | None = None,
         timeout_s: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._agent = agent
         self._locate = locate
         self._dial = dial
         self._keyring = keyring
         self._timeout_s = timeout_s
-        self._clock = clock
         self._lenders: dict[str, _Lender] = {}
         self._regions: dict[MappedRegion, _RegionUse] = {}
         self._closing = TaskSet()
@@ -159,7 +157,7 @@ class RemoteReader:
             lender = self._lenders.get(address)
             if lender is None:
                 lender = self._lenders[address] = _Lender(address, self._dial(address))
-            if not lender.may_be_asked(self._clock()):
+            if not lender.may_be_asked(time.monotonic()):
                 return load.unavailable()
             return await self._load_from(lender, load)
         except TierError:
@@ -187,23 +185,23 @@ class RemoteReader:
         try:
             return await self._fetch(lender, load)
         except grpc.aio.AioRpcError as error:
-            lender.failed(self._clock(), f"{error.code().name}: {error.details()}")
+            lender.failed(time.monotonic(), f"{error.code().name}: {error.details()}")
         except (TierError, ValueError) as error:
-            lender.failed(self._clock(), str(error))
+            lender.failed(time.monotonic(), str(error))
         except Exception:
-            lender.failed(self._clock(), "a fault of this keeper")
+            lender.failed(time.monotonic(), "a fault of this keeper")
             log.exception("loading chunks of volume %s fails", load.volume_id)
         return load.unavailable()
 
     async def _fetch(self, lender: _Lender, load: _Load) -> list[str]:
         """Request, copy and verify chunks. If this raises, no row is being written."""
-        begin_s = self._clock()
+        begin_s = time.monotonic()
         reply = await lender.stub.Fetch(
             load.request(lender.agent),
             timeout=self._timeout_s,
             metadata=tuple(load.trace.headers().items()) if load.trace is not None else None,
         )
-        self._fetch_s += self._clock() - begin_s
+        self._fetch_s += time.monotonic() - begin_s
         try:
             if len(reply.chunks) != len(load.chunks):
                 raise ValueError(f"{len(reply.chunks)} chunks for {len(load.chunks)} keys")
@@ -229,14 +227,14 @@ class RemoteReader:
         return outcomes
 
     async def _copy(self, lender: _Lender, reply: pb.FetchReply, load: _Load, lent: Sequence[int]) -> None:
-        begin_s = self._clock()
+        begin_s = time.monotonic()
         await lender.connect(self._agent, reply)
         is_whole = await self._agent.read(
             lender.agent,
             [Read(reply.chunks[i].address, load.row_address(i), load.layout.payload_bytes) for i in lent],
             self._timeout_s,
         )
-        self._read_s += self._clock() - begin_s
+        self._read_s += time.monotonic() - begin_s
         if not is_whole:
             # The lender is gone, or has restarted with another agent: request its metadata again.
             lender.forget_agent()
