@@ -73,6 +73,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "kvferry/link/quarantine.py Quarantine.add": {
         "self._digest_to_end_s.popitem(last=None)": "only its truth counts",
     },
+    "kvferry/link/quarantine.py QuarantineExchange.__init__": {
+        "self._numbers = itertools.count(2)": "numbers only have to differ, also from 0",
+    },
     "kvferry/router/prices/ledger.py WorkerAccount.__init__": {
         "self.head_since_s = None  # when the first of `prefills` began": "read only after the first one set it",
         "self.head_since_s = 1.0  # when the first of `prefills` began": "the same",

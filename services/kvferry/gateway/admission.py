@@ -14,8 +14,7 @@ from kvferry.config import DEFAULT_POOL, GatewayConfig
 from kvferry.engine.base import RenderedPrompt
 from kvferry.errors import InvalidRequest, KvferryError, NotReady, Overloaded, TenantOverloaded
 from kvferry.gateway.choices import Usage
-from kvferry.gateway.identity.tenant_limits import GatewayLimits
-from kvferry.gateway.identity.tenant_requests import TenantRequests
+from kvferry.gateway.identity.tenant_requests import GatewayLimits, TenantRequests
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.gateway.models import Route
 from kvferry.gateway.request_trace import RequestTrace

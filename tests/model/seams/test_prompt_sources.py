@@ -1,4 +1,4 @@
-"""engine/vllm/prompt_sources.py"""
+"""engine/vllm/outputs.py"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 
 
 class TestPromptSources:
-    """engine/vllm/prompt_sources.py"""
+    """engine/vllm/outputs.py"""
 
     def test_the_processor_gets_outputs_first_and_knows_requests(self) -> None:
         from vllm.v1.engine import EngineCoreOutput

@@ -14,8 +14,7 @@ from kvferry.errors import InvalidRequest, KvferryError, Overloaded, TenantLimit
 from kvferry.gateway.admission import Admission, Claim, Readiness
 from kvferry.gateway.bodies.chat_images import ChatImages
 from kvferry.gateway.bodies.openai_bodies import MAX_PARTS, chat_of, for_renderer
-from kvferry.gateway.identity.tenant_limits import GatewayLimits
-from kvferry.gateway.identity.tenant_requests import TenantRequests
+from kvferry.gateway.identity.tenant_requests import GatewayLimits, TenantRequests
 from kvferry.gateway.metrics import GatewayMetrics
 from kvferry.tenancy.limits import LimitName, Limits
 

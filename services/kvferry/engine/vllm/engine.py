@@ -183,8 +183,8 @@ class VllmEngine:
 
         from kvferry.engine.vllm.continuation import Continuations
         from kvferry.engine.vllm.model_kinds import why_refused
+        from kvferry.engine.vllm.outputs import PromptSourceRecorder
         from kvferry.engine.vllm.parsing import Parsers, check_names
-        from kvferry.engine.vllm.prompt_sources import PromptSourceRecorder
         from kvferry.engine.vllm.start.argument_parser import check_variables, refusal
         from kvferry.engine.vllm.start.start_checks import why_not_startable
         from kvferry.engine.vllm.stat_logger import EngineStatLogger

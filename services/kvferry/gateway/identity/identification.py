@@ -11,8 +11,7 @@ from kvferry.errors import Unauthenticated
 from kvferry.gateway.identity.access import Access
 from kvferry.gateway.identity.jwt_tokens import JwtTokens
 from kvferry.gateway.identity.tenant_directory import TenantDirectory
-from kvferry.gateway.identity.tenant_limits import GatewayLimits
-from kvferry.gateway.identity.tenant_requests import TenantRequests
+from kvferry.gateway.identity.tenant_requests import GatewayLimits, TenantRequests
 from kvferry.gateway.identity.tenants import Tenants, keep_secret, read_secret, shared_secret
 from kvferry.membership.base import RecordStore
 

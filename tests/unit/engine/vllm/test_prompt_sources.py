@@ -1,4 +1,4 @@
-"""engine/vllm/prompt_sources.py on an output processor of the same shape."""
+"""PromptSourceRecorder of engine/vllm/outputs.py on an output processor of the same shape."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.engine.base import PromptSources, RequestId
-from kvferry.engine.vllm.prompt_sources import PromptSourceRecorder
+from kvferry.engine.vllm.outputs import PromptSourceRecorder
 
 
 class OutputProcessor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import InvalidRequest, TenantLimited
-from kvferry.gateway.identity.tenant_limits import GatewayLimits
+from kvferry.gateway.identity.tenant_requests import GatewayLimits
 from kvferry.tenancy.limits import Limits
 
 
