@@ -146,7 +146,7 @@ def explain(fault: ErrorDetails, key: str, root: type[BaseModel]) -> str:
 
 
 def _rule_of(key: str) -> str:
-    # Of models with settings of their own, too: models[0].engine.transfer_lease_s.
+    # Models may have settings of their own, too: models[0].engine.transfer_lease_s.
     for name, constant in KEY_TO_CONSTANT.items():
         if key == name or key.endswith(f".{name}"):
             return f"the limit is {constant}"

@@ -29,8 +29,8 @@ MAX_LOGPROB_ENTRIES = 1 << 20
 # each alternative (AMD EPYC).
 MAX_LOGPROB_CHOICES = 64
 MAX_STEP_LOGPROB_ENTRIES = 256
-# Of bodies in flight until their prompts are rendered; unread answers may hold as many bytes again. More than one body
-# may have (12 MiB), or the largest could never be read.
+# Limits bodies in flight until their prompts are rendered; unread answers may hold as many bytes again. It is more than
+# one body may have (12 MiB), or the largest could never be read.
 MAX_PENDING_BODY_BYTES = 256 << 20
 # Of prompts in flight, once for each of their choices: 64 MiB of them, and more than the context of any model.
 MAX_PENDING_PROMPT_TOKENS = 16 << 20

@@ -13,7 +13,7 @@ from kvferry.keeper.layout import ChunkKey
 # Touches are hints: if this many messages wait, further ones are dropped.
 _MAX_WAITING_TOUCHES = 256
 
-# Of an engine's unfinished stores: further ones are skipped, and their pages computed again if they are asked for.
+# Limits an engine's unfinished stores: further ones are skipped, and their pages computed again if they are asked for.
 MAX_QUEUED_BYTES = 512 << 20
 
 # Causes of failed chunks that the keeper did not report.

@@ -10,7 +10,7 @@ from kvferry_keeper.store import paths
 from kvferry_keeper.volumes.breaker import Cause
 from kvferry_keeper.volumes.volume_io import VolumeIo
 
-# Of the writes that wait for all volumes, in the memory of engines: further ones are refused.
+# Limits the writes that wait for all volumes, in the memory of engines: further ones are refused.
 MAX_QUEUED_WRITE_BYTES = 512 << 20
 
 
