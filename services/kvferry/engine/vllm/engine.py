@@ -155,6 +155,8 @@ class VllmEngine:
             folder = Path(self._model_folder)
             staged = await asyncio.to_thread(stage, adapters, folder, self._folder.path / "adapters")
             self._adapters = Adapters(staged, adapters.num_loaded)
+        if self._config.unproven:
+            log.warning("taken at the operator's risk (engine.unproven): %s", ", ".join(self._config.unproven))
         prepare_environment(self._config, side_channel_port=free_port(self._config.side_channel_host))
         keep_none_in_copies()
         self._quality = None if self._config.quality_report is None else read_report(self._config.quality_report)
@@ -186,18 +188,18 @@ class VllmEngine:
         from kvferry.engine.vllm.outputs import PromptSourceRecorder
         from kvferry.engine.vllm.parsing import Parsers, check_names
         from kvferry.engine.vllm.start.argument_parser import check_variables, refusal
+        from kvferry.engine.vllm.start.model_inspection import inspect_models_in_this_process
         from kvferry.engine.vllm.start.start_checks import why_not_startable
         from kvferry.engine.vllm.stat_logger import EngineStatLogger
 
         check_names(self._model)
         check_variables(self._config.env)
         check_load_format(self._config.args, Path(self._model_folder), self._argument_keys)
-        if self._config.unproven:
-            log.warning("taken at the operator's risk (engine.unproven): %s", ", ".join(self._config.unproven))
         if self._tier.enabled:
             from kvferry.engine.vllm.plugins.tier.tier_connector import register_connectors
 
             register_connectors({CONNECTOR_CLASS: CONNECTOR_MODULE, TIER_CONNECTOR_CLASS: TIER_CONNECTOR_MODULE})
+        inspect_models_in_this_process()
         counters: list[EngineStatLogger] = []
 
         def make_counters(vllm_config: Any, engine_index: int) -> EngineStatLogger:

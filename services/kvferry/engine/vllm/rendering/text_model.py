@@ -38,6 +38,9 @@ def text_model_config(model_folder: str, *, hf_overrides: Mapping[str, Any] = {}
     """Return vLLM's ModelConfig; the folder needs no weights."""
     from vllm.config import ModelConfig
 
+    from kvferry.engine.vllm.start.model_inspection import inspect_models_in_this_process
+
+    inspect_models_in_this_process()
     return ModelConfig(
         model=model_folder,
         tokenizer=model_folder,
