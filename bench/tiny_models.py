@@ -25,6 +25,8 @@ _COMMON: dict[str, Any] = {
     # Large, so that every token of the prompt changes the answer.
     "initializer_range": 0.4,
 }
+_LAYERS = "model.layers."
+_ENDS = 4  # layers of the default model that the short one keeps at either end
 # A context that YaRN makes longer; vLLM's own base of rotations is another one.
 _SHORT: dict[str, Any] = {
     "max_position_embeddings": 512,
@@ -221,6 +223,32 @@ def make_model(name: str, folder: Path) -> Path:
         shutil.copy(tokenizer / file, folder / file)
     if name in _QUANTIZED:
         _quantize(name, folder)
+    return folder
+
+
+def make_short_model(folder: Path) -> Path:
+    """Write the default model without the layers between its first and its last four.
+
+    An answer has other tokens than that of the whole model, hardly one of them twice, since each token of the prompt
+    changes it. A step reads 230 MB of weights instead of 540.
+    """
+    from safetensors.torch import load_file, save_file
+
+    whole = model_folder.resolve(model_folder.DEFAULT_NAME)
+    config = json.loads((whole / "config.json").read_text(encoding="utf-8"))
+    num_layers = config["num_hidden_layers"]
+    new_number = {old: new for new, old in enumerate((*range(_ENDS), *range(num_layers - _ENDS, num_layers)))}
+    weights = {}
+    for key, each in load_file(whole / "model.safetensors").items():
+        if not key.startswith(_LAYERS):
+            weights[key] = each
+            continue
+        number, _, name = key.removeprefix(_LAYERS).partition(".")
+        if int(number) in new_number:
+            weights[f"{_LAYERS}{new_number[int(number)]}.{name}"] = each
+    shutil.copytree(whole, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": len(new_number)}), encoding="utf-8")
     return folder
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib.util
 import os
@@ -23,6 +24,8 @@ import pytest_asyncio
 
 import kvferry.engine.vllm.engine
 import kvferry.engine.vllm.start.arguments
+from bench.engine_device import model_config
+from bench.tiny_models import make_short_model
 from bench.vllm_engines import VllmPair, start_pair
 from kvferry.util.addresses import free_port
 from support.engine_forks import forked_engines
@@ -103,8 +106,8 @@ def one_ssl_context() -> Iterator[None]:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def vllm_pair() -> AsyncIterator[VllmPair]:
-    """Real engines, started once for the whole session (about a minute).
+async def vllm_pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmPair]:
+    """Real engines with a short model, started once for the whole session (about a minute).
 
     Another process has the port that the prefill engine chose for handshakes when its listener starts.
     """
@@ -115,7 +118,8 @@ async def vllm_pair() -> AsyncIterator[VllmPair]:
         patch.setattr(kvferry.engine.vllm.engine, "free_port", lambda host: next(ports, None) or free_port(host))
         # A machine may stand still for minutes. Longer costs: an engine polls while it keeps pages.
         patch.setattr(kvferry.engine.vllm.start.arguments, "TRANSFER_LEASE_S", 300)
-        pair = await start_pair()
+        folder = await asyncio.to_thread(make_short_model, tmp_path_factory.mktemp("short-model"))
+        pair = await start_pair(model_config(path=str(folder)))
     try:
         assert next(ports, None) is None
         yield pair

@@ -21,7 +21,6 @@ from prometheus_client.samples import Sample
 
 from bench.vllm_engines import VllmPair
 from kvferry import config as configuration
-from kvferry import model_folder
 from kvferry.engine.base import Engine
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.inference.v1 import inference_pb2 as pb
@@ -110,7 +109,7 @@ async def sim_cluster(endpoint: str, **tracing: object) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def vllm_cluster(pair: VllmPair, endpoint: str) -> AsyncIterator[str]:
-    folder = str(model_folder.resolve("default"))
+    folder = pair.decode.info.model
     config = configuration.parse(
         {
             "model": {"path": folder, "served_name": MODEL},

@@ -19,7 +19,6 @@ from kvferry.engine.vllm.rendering.plain_prompts import copy_of
 from kvferry.engine.vllm.rendering.tokenizer_words import keep_no_words_of_clients, keep_none_in, keep_none_in_copies
 
 pytestmark = pytest.mark.vllm
-FOLDER = str(model_folder.resolve("default"))
 WORD = "qzvkwxjqzvkwxj"
 
 
@@ -33,7 +32,7 @@ def without_reducer() -> Iterator[None]:
 
 
 def of_default_model() -> Any:
-    return Tokenizer.from_file(f"{FOLDER}/tokenizer.json")
+    return Tokenizer.from_file(str(model_folder.resolve("default") / "tokenizer.json"))
 
 
 def keeps(tokenizer: Any, word: str = WORD) -> bool:
@@ -84,7 +83,7 @@ def test_copies_keep_no_words_and_are_equal_otherwise() -> None:
 def test_the_tokenizers_of_a_renderer_keep_no_words() -> None:
     from kvferry.engine.vllm.rendering.vllm_prompts import VllmPrompts
 
-    tokenizer = VllmPrompts(FOLDER, "m", ModelConfig()).online.renderer.get_tokenizer()
+    tokenizer = VllmPrompts(str(model_folder.resolve("default")), "m", ModelConfig()).online.renderer.get_tokenizer()
     # vLLM lends one of its copies to each call.
     borrow = inspect.getclosurevars(type(tokenizer).encode).nonlocals["_borrow_from_pool"]
     with ExitStack() as borrowed:
