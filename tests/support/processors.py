@@ -36,6 +36,7 @@ PROCESSORS = (AVX2, AVX512, AVX512_BF16, AMX)
 def imitated(processor: Processor) -> Iterator[None]:
     """Let the Python code of vLLM and kvferry decide as on this processor; kernels stay those of the machine."""
     import torch
+    import vllm._custom_ops  # noqa: F401  loads the machine's kernels
     from vllm.platforms import CpuArchEnum, current_platform
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
@@ -50,6 +51,8 @@ def imitated(processor: Processor) -> Iterator[None]:
         mock.patch.multiple(torch.cpu, **{name: mock.Mock(return_value=value) for name, value in answers.items()}),
         mock.patch.object(type(current_platform), "get_cpu_architecture", return_value=CpuArchEnum.X86),
         mock.patch("platform.machine", return_value="x86_64"),
+        # Modules of vLLM load kernels when they are imported: those of a better processor end this process.
+        mock.patch.object(type(current_platform), "import_kernels"),
     ):
         try:
             yield

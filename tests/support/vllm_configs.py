@@ -13,7 +13,9 @@ def vllm_config_of(folder: Path, model: ModelConfig | None = None, engine: Engin
 
     from kvferry.engine.vllm.rendering.text_model import hf_overrides
     from kvferry.engine.vllm.start.arguments import engine_arguments
+    from kvferry.engine.vllm.start.model_inspection import inspect_models_in_this_process
 
+    inspect_models_in_this_process()
     model = model or ModelConfig()
     arguments = engine_arguments(
         str(folder),

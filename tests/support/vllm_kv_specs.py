@@ -74,14 +74,14 @@ def built_model(
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.model_executor.models.registry import _LazyRegisteredModel
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    from kvferry.engine.vllm.start.model_inspection import inspect_models_in_this_process
+
+    inspect_models_in_this_process()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-        # vLLM looks at each model class in a process of its own, for 7 s.
-        stack.enter_context(mock.patch.object(_LazyRegisteredModel, "inspect_model_cls", _inspect_here))
         vllm_config = EngineArgs(
             model=folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, **arguments
         ).create_engine_config()
@@ -115,12 +115,6 @@ def our_pages(geometry: ModelGeometry, kv_cache_dtype: str, block_size: int, vll
         max_in_flight_tokens=vllm.max_in_flight_tokens,
         tensor_parallel_size=vllm.tensor_parallel_size,
     )
-
-
-def _inspect_here(model: Any) -> Any:
-    from vllm.model_executor.models.registry import _ModelInfo
-
-    return _ModelInfo.from_model_cls(model.load_model_cls())
 
 
 def sizes_of(vllm_config: Any) -> VllmPages:

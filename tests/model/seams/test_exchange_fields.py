@@ -84,8 +84,10 @@ class TestExchangeFields:
         from vllm.engine.arg_utils import EngineArgs
 
         from kvferry.engine.vllm.plugins.exchange_fields import exchange_fields
+        from kvferry.engine.vllm.start.model_inspection import inspect_models_in_this_process
         from kvferry.model_folder import resolve
 
+        inspect_models_in_this_process()
         config = EngineArgs(model=str(resolve("default")), dtype="float32", block_size=32).create_engine_config()
         fields = dict(exchange_fields(config, weights="w"))
         assert fields["attention_backend"] == "CPU_ATTN"
