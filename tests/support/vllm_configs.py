@@ -11,9 +11,8 @@ from kvferry.config import EngineConfig, ModelConfig
 def vllm_config_of(folder: Path, model: ModelConfig | None = None, engine: EngineConfig | None = None) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from kvferry.engine.vllm.rendering.text_model import hf_overrides
+    from kvferry.engine.vllm.rendering.text_model import hf_overrides, inspect_models_in_this_process
     from kvferry.engine.vllm.start.arguments import engine_arguments
-    from kvferry.engine.vllm.start.model_inspection import inspect_models_in_this_process
 
     inspect_models_in_this_process()
     model = model or ModelConfig()

@@ -77,7 +77,7 @@ def built_model(
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from kvferry.engine.vllm.start.model_inspection import inspect_models_in_this_process
+    from kvferry.engine.vllm.rendering.text_model import inspect_models_in_this_process
 
     inspect_models_in_this_process()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -285,7 +285,7 @@ def test_an_error_that_names_no_argument_has_the_keys_of_all() -> None:
 def test_an_engine_does_not_start_with_what_would_end_it_later(
     args: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    from kvferry.engine.vllm.start.start_checks import why_not_startable
+    from kvferry.engine.vllm.start.arguments import why_not_startable
 
     (tmp_path / "node0").mkdir()
     engine = EngineConfig(args=args, max_num_batched_tokens=2048)

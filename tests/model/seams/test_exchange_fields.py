@@ -84,7 +84,7 @@ class TestExchangeFields:
         from vllm.engine.arg_utils import EngineArgs
 
         from kvferry.engine.vllm.plugins.exchange_fields import exchange_fields
-        from kvferry.engine.vllm.start.model_inspection import inspect_models_in_this_process
+        from kvferry.engine.vllm.rendering.text_model import inspect_models_in_this_process
         from kvferry.model_folder import resolve
 
         inspect_models_in_this_process()

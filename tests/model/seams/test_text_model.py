@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,3 +118,22 @@ def test_every_quantization_renders_without_a_gpu_and_without_weights(tmp_path: 
     assert "tide" in plain["required tool"][0]["grammar"]
     assert json.loads(plain["grammar"][0]["grammar"]) == gateway.BODIES["grammar"]["structured_outputs"]
     assert plain["wrong grammar"].endswith("Rule 'nothing' not found")
+
+
+def test_a_class_is_inspected_without_another_process_and_the_result_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.models import registry
+
+    from kvferry.engine.vllm.rendering.text_model import inspect_models_in_this_process
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("another process")
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)  # put back afterwards
+    monkeypatch.setattr(registry, "subprocess", SimpleNamespace(run=refuse))
+    model = registry.ModelRegistry.models["LlamaForCausalLM"]
+    inspect_models_in_this_process()
+    assert model.inspect_model_cls() == registry._ModelInfo.from_model_cls(model.load_model_cls())
+    assert list(tmp_path.glob("modelinfos/*.json")), "processes that start later read it"

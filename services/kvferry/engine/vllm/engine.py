@@ -46,7 +46,7 @@ from kvferry.engine.vllm.adapter_folder import stage
 from kvferry.engine.vllm.adapters import Adapters
 from kvferry.engine.vllm.plugins.core_fields import SET_TERMS
 from kvferry.engine.vllm.rendering.structured_outputs import StructuredOutputValidator, structured_outputs_config
-from kvferry.engine.vllm.rendering.text_model import hf_overrides
+from kvferry.engine.vllm.rendering.text_model import hf_overrides, inspect_models_in_this_process
 from kvferry.engine.vllm.rendering.tokenizer_words import keep_none_in, keep_none_in_copies
 from kvferry.engine.vllm.rendering.vocabulary import Vocabulary
 from kvferry.engine.vllm.start import draft_model
@@ -61,6 +61,7 @@ from kvferry.engine.vllm.start.arguments import (
     kv_transfer_config,
     prepare_environment,
     tier_connector,
+    why_not_startable,
 )
 from kvferry.engine.vllm.start.draft_model import DraftModel
 from kvferry.engine.vllm.start.engine_folder import EngineFolder
@@ -188,8 +189,6 @@ class VllmEngine:
         from kvferry.engine.vllm.outputs import PromptSourceRecorder
         from kvferry.engine.vllm.parsing import Parsers, check_names
         from kvferry.engine.vllm.start.argument_parser import check_variables, refusal
-        from kvferry.engine.vllm.start.model_inspection import inspect_models_in_this_process
-        from kvferry.engine.vllm.start.start_checks import why_not_startable
         from kvferry.engine.vllm.stat_logger import EngineStatLogger
 
         check_names(self._model)

@@ -1,4 +1,4 @@
-"""Models of which only texts and tokens are needed."""
+"""vLLM's configuration of a model, also where only texts and tokens are needed."""
 
 from __future__ import annotations
 
@@ -34,11 +34,20 @@ def hf_overrides(model_folder: str, model: ModelConfig) -> dict[str, Any]:
     return model.hf_overrides.values(float(rope_theta))
 
 
+def inspect_models_in_this_process() -> None:
+    """Idempotent."""
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    # vLLM 0.32 starts a process, so that the asking one does not initialize CUDA. It imports vLLM (10 to 25 s of CPU),
+    # once for each engine and gateway that start together beside an empty cache.
+    if current_platform.is_cpu():
+        registry._run_in_subprocess = lambda inspect: inspect()
+
+
 def text_model_config(model_folder: str, *, hf_overrides: Mapping[str, Any] = {}, **values: Any) -> Any:
     """Return vLLM's ModelConfig; the folder needs no weights."""
     from vllm.config import ModelConfig
-
-    from kvferry.engine.vllm.start.model_inspection import inspect_models_in_this_process
 
     inspect_models_in_this_process()
     return ModelConfig(
