@@ -1,6 +1,6 @@
 """Load formats: the same weights, so that engines exchange pages and answer token for token as with `auto`.
 
-Also that vLLM reads the files, and knows the names, that `engine/vllm/start/arguments.py` counts on.
+Also that vLLM reads the files, and knows the names, that `engine/vllm/start/weights.py` counts on.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ MAX_STEP_LOGPROB_ENTRIES = 256
 # Limits bodies in flight until their prompts are rendered; unread answers may hold as many bytes again. It is more than
 # one body may have (12 MiB), or the largest could never be read.
 MAX_PENDING_BODY_BYTES = 256 << 20
-# Of prompts in flight, once for each of their choices: 64 MiB of them, and more than the context of any model.
+# Limits prompts in flight, once for each of their choices: 64 MiB of them, and more than the context of any model.
 MAX_PENDING_PROMPT_TOKENS = 16 << 20
 # A body that took longer to arrive makes room for others.
 PATIENCE_S = 1.0

@@ -39,8 +39,7 @@ def inspect_models_in_this_process() -> None:
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
-    # vLLM 0.32 starts a process, so that the asking one does not initialize CUDA. It imports vLLM (10 to 25 s of CPU),
-    # once for each engine and gateway that start together beside an empty cache.
+    # vLLM 0.32 starts a process for it, which imports vLLM (10 to 25 s of CPU), lest the asking one initialize CUDA.
     if current_platform.is_cpu():
         registry._run_in_subprocess = lambda inspect: inspect()
 

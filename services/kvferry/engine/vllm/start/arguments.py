@@ -297,7 +297,6 @@ def why_not_startable(
         # vLLM would take this memory whatever there is; a GPU refuses it.
         fit = int(engine.kv_cache_gib * (1 << 30)) // page_sizes(vllm_config).block_bytes
         if num_blocks > fit:
-            return (
-                f"{key_of('num_gpu_blocks_override', keys)}: engine.kv_cache_gib holds {fit} blocks, not {num_blocks}"
-            )
+            key = key_of("num_gpu_blocks_override", keys)
+            return f"{key}: engine.kv_cache_gib holds {fit} blocks, not {num_blocks}"
     return ""
