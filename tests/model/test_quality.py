@@ -58,6 +58,24 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     assert (result.exit_code, "has no usable tokenizer" in result.output) == (2, True), result.output
 
 
+def test_code_of_a_folder_is_not_run_whatever_a_terminal_would_answer(tmp_path: Path) -> None:
+    """transformers asks, unless it is told not to."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    ran = tmp_path / "ran"
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    names = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+    code = f"from transformers import PreTrainedTokenizerFast as Own\nopen({str(ran)!r}, 'w').close()\n"
+    (tmp_path / "own.py").write_text(code, encoding="utf-8")
+    given = ["--kv-cache-dtype", "bf16", "--model", str(tmp_path)]
+    result = CliRunner().invoke(main, ["quality", *given], input="y\n")
+    assert (result.exit_code, "custom code" in result.output) == (2, True), result.output
+    assert not ran.exists()
+
+
 def test_samples_that_are_equal_are_refused(tmp_path: Path) -> None:
     """Their intervals would be narrow for nothing."""
     text = tmp_path / "text.txt"

@@ -280,7 +280,7 @@ def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder))
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         # Each kind of tokenizer raises its own errors.
         reason = " ".join(str(error).split())[:_MAX_LINE] or type(error).__name__
