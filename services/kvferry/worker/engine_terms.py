@@ -70,7 +70,7 @@ class EngineTerms:
             for tier, capacity in capacities.items()
             if tier in _TIERS and capacity
         ]
-        # What the engine has, by tier and tenant; None: of those that are gone.
+        # What the engine has, by tier and tenant.
         self._applied: dict[str, dict[str, TierTerms | None]] = {tier.name: {} for tier in self._tiers}
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,6 +118,8 @@ class EngineTerms:
                 await self._apply(changes)
                 for tier, changed in changes.items():
                     self._applied[tier] |= changed
+                    for gone in [name for name, each in changed.items() if each is None]:
+                        del self._applied[tier][gone]
 
     def _changed_terms(
         self, tier: str, tenants: Iterable[tuple[str, TierToTerms]], floors: Mapping[str, float]
@@ -180,6 +182,7 @@ class _Tier:
         self._capacity = capacity
         # All floors together may have a part of some tiers: for the exchange that part is the whole.
         self._most = MAX_FLOORS[name]
+        self._num_units = int(capacity * self._most)
         self._worker_id = worker_id
         self._reports = reports
         self._exchange = FloorExchange(worker_id)
@@ -225,7 +228,3 @@ class _Tier:
         if self._is_published:
             self._is_published = False
             await self._reports.withdraw(self._worker_id)
-
-    @property
-    def _num_units(self) -> int:
-        return int(self._capacity * self._most)

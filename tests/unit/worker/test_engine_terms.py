@@ -273,6 +273,13 @@ async def test_an_engine_has_the_terms_of_all_records_and_of_no_others() -> None
     await cluster.admin.delete("gone")
     await cluster.rounds(1)
     assert worker.terms["device"]["gone"] is worker.terms["cpu"]["gone"] is None
+    assert all(each.keys() == {"acme", "beta"} for each in worker.side._applied.values()), "names come and go for ever"
+    num_changes = worker.num_changes
+    await cluster.rounds(2)
+    assert worker.num_changes == num_changes
+    await cluster.admin.create("gone")
+    await cluster.rounds(1)
+    assert worker.terms["device"]["gone"] == worker.terms["cpu"]["gone"] == standard
 
 
 async def test_terms_that_an_engine_did_not_take_are_given_again() -> None:
