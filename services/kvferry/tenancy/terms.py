@@ -188,21 +188,22 @@ class KnownTerms:
 
     def see(self, tenant: str) -> dict[str, TierContract] | None:
         """Return the contracts of all tenants that are seen, or None where none has changed."""
-        is_new = tenant not in self._seen
-        self._seen[tenant] = None
-        self._seen.move_to_end(tenant)
-        if not is_new:
+        if tenant in self._seen:
+            self._seen.move_to_end(tenant)
             return None
-        forgotten = self._seen.popitem(last=False)[0] if len(self._seen) > MAX_KNOWN else None
+        self._seen[tenant] = None
+        forgotten = None
+        if len(self._seen) > MAX_KNOWN:  # floors are guarantees, also of tenants that pause
+            may_go = (each for each in self._seen if each not in self._terms or not self._terms[each].floor)
+            forgotten = next(may_go, tenant)
+            del self._seen[forgotten]
         return self._changed() if tenant in self._terms or forgotten in self._terms else None
 
     def change(self, terms: Mapping[str, TierTerms | None]) -> dict[str, TierContract] | None:
         """As `see`, for new terms of tenants; with None a tenant has none any more."""
-        for tenant, each in terms.items():
-            if each is None:
-                self._terms.pop(tenant, None)
-            else:
-                self._terms[tenant] = each
+        for tenant in terms:
+            self._terms.pop(tenant, None)
+        self._terms |= {tenant: each for tenant, each in terms.items() if each is not None}
         return self._changed() if any(tenant in self._seen for tenant in terms) else None
 
     def _changed(self) -> dict[str, TierContract] | None:

@@ -62,3 +62,17 @@ def test_tenants_that_were_not_seen_for_longest_are_forgotten(monkeypatch: pytes
     contracts = known.see("without terms")
     assert contracts is not None
     assert contracts.keys() == {"a", "d"}
+
+
+def test_a_tenant_with_a_floor_is_not_forgotten_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms, "MAX_KNOWN", 3)
+    known = KnownTerms(CPU_TIER, 100)
+    known.change({"a": TierTerms(floor=0.5), "b": TierTerms()})
+    *_, contracts, _ = [known.see(name) for name in "abcde"]
+    assert contracts is not None, "b was forgotten for d"
+    assert {tenant: contract.floor for tenant, contract in contracts.items()} == {"a": 50}
+    known.change({name: TierTerms(floor=0.1) for name in "de"})
+    assert known.see("f") is None, "where all have floors, the new one is forgotten"
+    contracts = known.change({"a": TierTerms(floor=0.2)})
+    assert contracts is not None
+    assert {tenant: contract.floor for tenant, contract in contracts.items()} == {"a": 20, "d": 10, "e": 10}
