@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,17 +63,18 @@ class Pace:
 
     def __init__(self, on_step: Callable[[], None] = lambda: None) -> None:
         self._on_step = on_step
-        self._interrupted = threading.Event()
+        # No threading.Event: a second signal, or one during a wait, would wait for ever for its own thread's lock.
+        self._is_interrupted = False
 
     def interrupt(self) -> None:
-        self._interrupted.set()
+        self._is_interrupted = True
 
     @property
     def is_interrupted(self) -> bool:
-        return self._interrupted.is_set()
+        return self._is_interrupted
 
     def check(self) -> None:
-        if self._interrupted.is_set():
+        if self._is_interrupted:
             raise Interrupted("interrupted")
 
     def until(self, condition: Callable[[], bool], *, deadline: float, step_s: float = 0.1) -> bool:
@@ -86,7 +86,7 @@ class Pace:
                 return True
             if time.monotonic() >= deadline:
                 return False
-            self._interrupted.wait(step_s)
+            time.sleep(step_s)
 
 
 def child_environment(folder: RunFolder, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

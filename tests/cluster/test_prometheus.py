@@ -20,7 +20,7 @@ from kvferry.worker.lifecycle import WorkerHost, build_engine
 from kvferry_sim import SimEngine
 from kvferry_sim.membership import MemoryMembership
 from support.prometheus_server import NoPrometheus, PrometheusServer, find_prometheus
-from support.waiting import PATIENCE_S, until
+from support.waiting import PATIENCE_S, until, until_async
 
 from .conftest import MODEL, SimCluster
 from .test_access import bearer
@@ -126,11 +126,17 @@ async def test_prometheus_sees_every_documented_metric(
     assert sorted(sample["metric"]["kind"] for sample in kinds) == ["decode", "gateway", "keeper", "prefill"]
 
     # Before any request.
-    samples = await asyncio.to_thread(prometheus.query, '{__name__=~"kvferry_.+"}')
     by_name: dict[str, list[dict[str, Any]]] = {}
-    for sample in samples:
-        if sample["metric"].get("tenant") != TENANT:  # gateways and keepers name it, workers once they meet it
-            by_name.setdefault(sample["metric"]["__name__"], []).append(sample)
+
+    async def all_are_there() -> bool:
+        """Read the series. A scrape that takes too long on a busy machine leaves none of its target's."""
+        by_name.clear()
+        for sample in await asyncio.to_thread(prometheus.query, '{__name__=~"kvferry_.+"}'):
+            if sample["metric"].get("tenant") != TENANT:  # gateways and keepers name it, workers once they meet it
+                by_name.setdefault(sample["metric"]["__name__"], []).append(sample)
+        return all(series_of(metric) in by_name for metric in CATALOGUE if known_series(metric))
+
+    await until_async(all_are_there, what="series of all metrics")
     two_workers = {"worker": 2}
     for metric in CATALOGUE:
         found = by_name.get(series_of(metric), [])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from kvferry.errors import Interrupted
 from kvferry_local.child import Pace
 from kvferry_local.cluster import _deferred_interrupts
 
@@ -44,3 +48,20 @@ def test_handlers_are_as_before_where_nothing_interrupted() -> None:
     with _deferred_interrupts(Pace()):
         assert [signal.getsignal(number) for number in SIGNALS] != before
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.timeout(120)  # where a handler waits for a lock that its own thread holds
+@pytest.mark.parametrize("moment", range(1, 60))
+def test_a_signal_at_any_moment_of_a_wait_interrupts_it(moment: int) -> None:
+    pace, moments = Pace(), itertools.count(1)
+
+    def at_a_moment(_frame: object, _event: str, _argument: object) -> None:
+        if next(moments) == moment:
+            pace.interrupt()
+
+    sys.setprofile(at_a_moment)
+    try:
+        with pytest.raises(Interrupted):
+            pace.until(lambda: False, deadline=math.inf, step_s=1e-5)
+    finally:
+        sys.setprofile(None)
