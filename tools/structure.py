@@ -52,7 +52,7 @@ LIMITS = {
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
     "files": 290,
-    "lines": 45_845,
+    "lines": 45_843,
     "docstring_words": 34_280,  # a share of the lines would rise where code goes
     "root_modules": 7,
     "most_files_in_a_package": 16,

@@ -50,9 +50,7 @@ class UnreadAnswers:
     # was unread since the connection was added.
 
     def __init__(
-        self,
-        max_bytes: int,
-        on_cut: Callable[[Connection, int], None],
+        self, max_bytes: int, on_cut: Callable[[Connection, int], None], now_s: Callable[[], float] = time.monotonic
     ) -> None:
         """`on_cut` gets the bytes that were unread."""
         self.num_bytes = 0
@@ -60,7 +58,7 @@ class UnreadAnswers:
         self.max_stream_bytes = MAX_STREAM_BYTES
         self._on_cut = on_cut
         self.stall_s = STALL_S
-        self._now_s = time.monotonic
+        self._now_s = now_s
         self._connections: dict[Connection, _Unread] = {}  # longest without progress first
         self._timer: asyncio.TimerHandle | None = None
         self.none_left = asyncio.Event()  # set while no answer is unread

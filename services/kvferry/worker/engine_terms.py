@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 from kvferry.membership.base import Record, RecordStore
 from kvferry.membership.floor_reports import FloorReports, reports_in
@@ -25,9 +25,10 @@ FORGET_S: Final = 600.0  # as `FloorReports`: workers have new names after each 
 # Reports have a part for each worker, and each worker reads all. Those of 64 are 1 MB/s for etcd.
 MAX_MOVING: Final = 64  # workers of a role whose floors move: the first by name; others keep the even shares
 _TIERS: Final = (CPU_TIER, DEVICE_TIER)
-MAX_AT_ONCE: Final = 512  # tenants whose terms an engine takes between two steps, in about 2 ms
+MAX_AT_ONCE: Final = 512  # tenants whose terms an engine takes between two steps: 12 ms a tier where it has seen 2,048
 _LEAST: Final = 1.0  # token
 
+T = TypeVar("T")
 TierToTerms = Mapping[str, TierTerms]
 
 
@@ -71,7 +72,7 @@ class EngineTerms:
             if tier in _TIERS and capacity
         ]
         # What the engine has, by tier and tenant.
-        self._applied: dict[str, dict[str, TierTerms | None]] = {tier.name: {} for tier in self._tiers}
+        self._applied: dict[str, dict[str, TierTerms]] = {tier.name: {} for tier in self._tiers}
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -117,9 +118,8 @@ class EngineTerms:
             if any(changes.values()):
                 await self._apply(changes)
                 for tier, changed in changes.items():
-                    self._applied[tier] |= changed
-                    for gone in [name for name, each in changed.items() if each is None]:
-                        del self._applied[tier][gone]
+                    for name, each in changed.items():
+                        _replace(self._applied[tier], name, each)
 
     def _changed_terms(
         self, tier: str, tenants: Iterable[tuple[str, TierToTerms]], floors: Mapping[str, float]
@@ -169,7 +169,7 @@ class EngineTerms:
             await asyncio.sleep(PAUSE_S)
 
 
-def _replace(tenants: dict[str, TierToTerms], name: str, terms: TierToTerms) -> None:
+def _replace(tenants: dict[str, T], name: str, terms: T | None) -> None:
     if terms:
         tenants[name] = terms
     else:

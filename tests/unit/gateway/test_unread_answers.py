@@ -35,9 +35,8 @@ class Watched(UnreadAnswers):
     def __init__(self, max_bytes: int = 100, stall_s: float = 30.0) -> None:
         self.time_s = 0.0
         self.cuts: list[int] = []
-        super().__init__(max_bytes, lambda _, num_bytes: self.cuts.append(num_bytes))
+        super().__init__(max_bytes, lambda _, num_bytes: self.cuts.append(num_bytes), lambda: self.time_s)
         self.stall_s = stall_s
-        self._now_s = lambda: self.time_s
 
     def added(self, num_unread: int) -> Client:
         client = Client(num_unread)
