@@ -86,7 +86,8 @@ async def check_hit_rate(file: Path, tmp_path: Path, *, num_pages: int, time_sca
     """An engine that forgets nothing reaches what the trace allows, within 0.1 points."""
     sim = {"step_ms": 1.0, "num_pages": num_pages, "page_bytes": 64}
     # A slow machine refuses nothing here, and takes longer.
-    async with running(prefill=0, decode=1, sim=sim, gateway={"queue_timeout_s": 120.0}) as cluster:
+    queue = {"queue_timeout_s": 600.0, "max_queued_requests": num_requests}
+    async with running(prefill=0, decode=1, sim=sim, gateway=queue) as cluster:
         result = await load_test(
             cluster.url,
             tmp_path,

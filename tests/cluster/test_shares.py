@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -22,7 +24,8 @@ from .conftest import MODEL, SimCluster, running
 from .test_access import bearer
 from .test_tenants import admin_of, status_of
 
-IN_ETCD: dict[str, Any] = {"tenants_in_etcd": True, "placement": "priced"}
+# A slow machine refuses nothing here, and takes longer.
+IN_ETCD: dict[str, Any] = {"tenants_in_etcd": True, "placement": "priced", "queue_timeout_s": 120.0}
 # A prompt of 500 tokens takes 25 ms.
 SIM = {"step_ms": 1.0, "prefill_tokens_per_s": 20_000.0}
 # Of a tenant: their prompts take 1.6 s, so that some of each tenant wait at any time, also where clients get no core.
@@ -49,6 +52,16 @@ async def flood(
                 clients.create_task(client(number))
 
 
+@asynccontextmanager
+async def beside(clients: list[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run clients until the body ends; the first that fails ends it."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each) for each in clients]
+        yield
+        for task in tasks:
+            task.cancel()
+
+
 async def two_gateways(cluster: SimCluster) -> tuple[GatewayHost, GatewayHost]:
     first, second = cluster.gateway, await cluster.add_gateway()
     assert first is not None
@@ -70,16 +83,14 @@ async def measured_shares(cluster: SimCluster, body: dict[str, Any], num_answers
             assert await status_of(http, key) == 200
     done: Counter[str] = Counter()
     floods = [
-        asyncio.create_task(flood(first, keys["gold"], "gold", done, NUM_CLIENTS, body)),
-        asyncio.create_task(flood(second, keys["noise"], "noise", done, NUM_CLIENTS, body)),
+        flood(first, keys["gold"], "gold", done, NUM_CLIENTS, body),
+        flood(second, keys["noise"], "noise", done, NUM_CLIENTS, body),
     ]
-    await until(lambda: min(done["gold"], done["noise"]) > 8)
-    before = Counter(done)
-    await until(lambda: (done - before).total() >= num_answers)
-    since = done - before
-    for task in floods:
-        task.cancel()
-    await asyncio.gather(*floods, return_exceptions=True)
+    async with beside(floods):
+        await until(lambda: min(done["gold"], done["noise"]) > 8)
+        before = Counter(done)
+        await until(lambda: (done - before).total() >= num_answers)
+        since = done - before
     return since["gold"] / since.total()
 
 
@@ -113,17 +124,15 @@ async def test_a_share_that_is_changed_counts_for_requests_from_then_on() -> Non
         await until(lambda: all(knows_share(gateway, "gold", 0.25, num_keys=2) for gateway in cluster.gateways))
         await until(lambda: all(knows_share(gateway, "noise", 1.0, num_keys=2) for gateway in cluster.gateways))
         floods = [
-            asyncio.create_task(flood(gateway, keys[name], name, done, NUM_CLIENTS, body))
+            flood(gateway, keys[name], name, done, NUM_CLIENTS, body)
             for gateway, name in zip(cluster.gateways, keys, strict=True)
         ]
-        # Requests that were queued with the old share are gone.
-        await until(lambda: min(done["gold"], done["noise"]) > 24)
-        before = Counter(done)
-        await until(lambda: (done - before).total() >= 400)
-        since = done - before
-        for task in floods:
-            task.cancel()
-        await asyncio.gather(*floods, return_exceptions=True)
+        async with beside(floods):
+            # Requests that were queued with the old share are gone.
+            await until(lambda: min(done["gold"], done["noise"]) > 24)
+            before = Counter(done)
+            await until(lambda: (done - before).total() >= 400)
+            since = done - before
         assert 0.14 < since["gold"] / since.total() < 0.27
 
 
@@ -137,10 +146,12 @@ async def test_a_tenant_under_its_share_does_not_wait_behind_anothers_queue() ->
             keys[name] = await admin.add_key(name, "ci")
         first, second = await two_gateways(cluster)
         done: Counter[str] = Counter()
-        noise = asyncio.create_task(flood(second, keys["noise"], "noise", done, 60, body))
-        await until(lambda: done["noise"] > 60)
         passed = []
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{first.port}", timeout=PATIENCE_S) as http:
+        async with (
+            beside([flood(second, keys["noise"], "noise", done, 60, body)]),
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{first.port}", timeout=PATIENCE_S) as http,
+        ):
+            await until(lambda: done["noise"] > 60)
             for number in range(20):
                 before = done["noise"]
                 prompt = f"gold{number} " + " ".join(f"w{i}" for i in range(499))
@@ -149,8 +160,6 @@ async def test_a_tenant_under_its_share_does_not_wait_behind_anothers_queue() ->
                 )
                 assert answer.status_code == 200
                 passed.append(done["noise"] - before)
-        noise.cancel()
-        await asyncio.gather(noise, return_exceptions=True)
     # Three engines compute about three prompts each before the one that came last. Behind the queue there were 60.
     assert sorted(passed)[10] <= 15, passed
     assert max(passed) <= 40, passed
@@ -169,18 +178,15 @@ async def test_reports_of_what_waits_are_small_however_many_tenants_wait(monkeyp
         gateway = cluster.gateway
         assert gateway is not None
         done: Counter[str] = Counter()
-        floods = [asyncio.create_task(flood(gateway, keys[name], name, done, 4, body)) for name in names]
 
         def reports() -> list[Backlogs]:
             links = [link for kind in WORKER_KINDS for link in gateway.worker_pool.links(kind)]
             return [link.stats.backlogs for link in links if link.stats.backlogs is not None]
 
-        await until(lambda: any(report.others for report in reports()))
-        for report in reports():
-            assert len(report.by_tenant) <= 4
-        for task in floods:
-            task.cancel()
-        await asyncio.gather(*floods, return_exceptions=True)
+        async with beside([flood(gateway, keys[name], name, done, 4, body) for name in names]):
+            await until(lambda: any(report.others for report in reports()))
+            for report in reports():
+                assert len(report.by_tenant) <= 4
         await until(lambda: not reports(), what="no backlog is left")
 
 
@@ -202,14 +208,9 @@ async def test_workers_hear_what_tenants_got_elsewhere_from_one_gateway(monkeypa
         key = await admin.add_key("gold", "ci")
         first, second = await two_gateways(cluster)
         done: Counter[str] = Counter()
-        floods = [
-            asyncio.create_task(flood(gateway, key, "gold", done, NUM_CLIENTS, body)) for gateway in (first, second)
-        ]
         queues = {host.worker_id: host.server._turns for host in cluster.hosts(MemberKind.PREFILL)}
-        await until(lambda: sum(got.get("gold", 0.0) for _, got, _ in heard) > 1000.0)
-        for task in floods:
-            task.cancel()
-        await asyncio.gather(*floods, return_exceptions=True)
+        async with beside([flood(gateway, key, "gold", done, NUM_CLIENTS, body) for gateway in (first, second)]):
+            await until(lambda: sum(got.get("gold", 0.0) for _, got, _ in heard) > 1000.0)
         assert {each for each, _, _ in heard} == set(queues.values())
         assert {num for _, _, num in heard} == {2}
         await until(lambda: not any(host.server.num_requests for host, _ in cluster.workers))
@@ -257,19 +258,16 @@ async def test_a_flood_leaves_places_for_others_on_workers_and_in_the_line() -> 
                     if answer.status_code == 429:
                         await asyncio.sleep(0.05)
 
-        clients = [asyncio.create_task(noise(each, number)) for each in (first, second) for number in range(60)]
-        await until(lambda: statuses[200] > 50 and statuses[429] > 20)
-        for gateway in (first, second):
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=PATIENCE_S) as http:
-                for number in range(10):
-                    before = statuses[200]
-                    sent = {**body, "prompt": f"gold{number} " + " ".join(f"w{i}" for i in range(199))}
-                    answer = await http.post("/v1/completions", json=sent, headers=bearer(keys["gold"]))
-                    assert answer.status_code == 200, answer.text
-                    assert statuses[200] - before < 40
-        for client in clients:
-            client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
+        async with beside([noise(each, number) for each in (first, second) for number in range(60)]):
+            await until(lambda: statuses[200] > 50 and statuses[429] > 20)
+            for gateway in (first, second):
+                async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=PATIENCE_S) as http:
+                    for number in range(10):
+                        before = statuses[200]
+                        sent = {**body, "prompt": f"gold{number} " + " ".join(f"w{i}" for i in range(199))}
+                        answer = await http.post("/v1/completions", json=sent, headers=bearer(keys["gold"]))
+                        assert answer.status_code == 200, answer.text
+                        assert statuses[200] - before < 40
         assert set(statuses) == {200, 429}
         for host, _ in cluster.workers:
             await until(lambda host=host: not host.server.num_requests)
