@@ -53,7 +53,7 @@ bench-routing: $(STAMP) ## Prefix routing beside round robin; ARGS="--trace FILE
 	@$(BIN)/python -m bench.routing $(ARGS)
 
 test-models: $(STAMP) ## Run all tests with engines, with every kind of attention, adapters, drafts and load formats (an hour)
-	@KVFERRY_ALL_MODELS=1 $(BIN)/pytest tests/model tests/cluster/test_real_*.py $(ARGS)
+	@KVFERRY_ALL_MODELS=1 $(BIN)/pytest tests/model tests/cluster/test_real_*.py tests/deploy/test_ray.py::test_real_engines_answer_over_both_protocols $(ARGS)
 
 mutants: $(STAMP) ## Change one thing at a time in what decides access and proves pages; some test must fail (minutes); the last line is JSON
 	@$(BIN)/python tools/mutants.py $(ARGS)

@@ -32,6 +32,7 @@ from kvferry.hub_model import marker
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.inference.v1.inference_pb2_grpc import InferenceStub
 from kvferry.util.addresses import free_port
+from support.all_models import only_with_all_models
 from support.chart import newest_helm, one, write_values
 from support.fake_api_server import write_kubeconfig
 from support.kuberay_model import Model, serving
@@ -570,6 +571,7 @@ def test_a_job_deploys_changes_counts_and_deletes(ray: RayCluster, site: Site) -
         httpx.get(f"{url(site.http_port)}/healthz", trust_env=False)
 
 
+@only_with_all_models
 @pytest.mark.model
 def test_real_engines_answer_over_both_protocols(ray: RayCluster, site: Site) -> None:
     """vLLM on the CPU, from what the chart renders for a model's folder."""

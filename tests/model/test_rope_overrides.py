@@ -20,6 +20,7 @@ from kvferry import model_folder
 from kvferry.config import EngineConfig, ModelConfig
 from kvferry.engine.base import EngineRequest, RequestId, Sampling
 from kvferry.errors import ConfigError, ContextLengthExceeded, UnsupportedEngine
+from support.all_models import only_with_all_models
 from support.vllm_configs import vllm_config_of
 
 pytestmark = [pytest.mark.model]
@@ -63,6 +64,7 @@ def expected(folder: Path, **overrides: Any) -> list[list[int]]:
     return answers
 
 
+@only_with_all_models
 async def test_answers_are_those_of_transformers_with_the_same_rotations(folder: Path) -> None:
     from kvferry.engine.vllm.engine import VllmEngine
 

@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import os
 import random
-import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from bench.engine_device import engine_config, model_config, on_gpu
+from bench.engine_device import engine_config, model_config
 from bench.tiny_models import make_model
 from kvferry.engine.base import (
     CachedTokens,
@@ -397,8 +396,8 @@ async def test_floors_of_device_cpu_tier_and_volume_survive_a_flood_of_ten_times
 
 def is_worker(process: psutil.Process) -> bool:
     try:
-        # On a GPU, without tensor parallelism, the engine core's process computes.
-        return ("VLLM::EngineCore" if on_gpu() else "VLLM::Worker") in " ".join(process.cmdline())
+        # Without tensor parallelism, the engine core's process computes.
+        return "VLLM::EngineCore" in " ".join(process.cmdline())
     except psutil.Error:  # it has just ended
         return False
 
@@ -415,8 +414,7 @@ async def test_stopping_an_engine_that_was_killed_ends_its_requests(elsewhere: E
     reading = asyncio.create_task(read())
     async with asyncio.timeout(PATIENCE_S):
         await begun.wait()
-        for pid in {worker.pid, core_of(engine)}:
-            os.kill(pid, signal.SIGKILL)
+        worker.kill()
         await engine.stop()  # at once: before vLLM's client has seen the death
         with pytest.raises(EngineDead):
             await reading
@@ -506,11 +504,9 @@ async def test_killing_an_engine_leaves_no_name_in_shared_memory(world: World) -
 
     assert names() == []
     worker, inode = worker_of(world.decode), region_of(world.decode)
-    family = {worker.pid, core_of(world.decode)}
-    assert len(family) == (1 if on_gpu() else 2)
+    assert worker.pid == core_of(world.decode)
     assert world.keeper.maps(inode)
-    for pid in family:
-        os.kill(pid, signal.SIGKILL)
+    worker.kill()
     with pytest.raises(EngineDead):
         await run(world.decode, prompt_of(0))
     assert names() == []

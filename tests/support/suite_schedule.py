@@ -30,9 +30,9 @@ REAL_CLUSTER = "real_cluster"  # marked both "cluster" and "model"
 # longest ones are first. Engines of `shared_pair` live until the end of the process that started them.
 NEEDS: Mapping[str, Resources] = {
     REAL_CLUSTER: Resources(cores=2.0, gib=12.0),
-    "model": Resources(cores=1.1, gib=6.0),
-    "shared_pair": Resources(cores=1.1, gib=6.0),
-    "ray": Resources(cores=1.5, gib=6.0),
+    "model": Resources(cores=1.0, gib=6.0),
+    "shared_pair": Resources(cores=1.0, gib=6.0),
+    "ray": Resources(cores=1.3, gib=6.0),
     "cluster": Resources(cores=0.6, gib=4.0),
     "vllm": Resources(cores=_FUNCTIONS.cores, gib=2.0),
     "": _FUNCTIONS,

@@ -45,8 +45,8 @@ def test_a_marker_names_the_unit(markers: tuple[str, ...], unit: str) -> None:
 @pytest.mark.parametrize(
     ("machine", "together"),
     [
-        (ONE_CORE, ["model:a", "vllm:", ":a", ":b"]),
-        (TWO_CORES, ["model:a", "model:b", "vllm:", ":a"]),
+        (ONE_CORE, ["model:a", "vllm:", ":a", ":b", ":c"]),
+        (TWO_CORES, ["model:a", "model:b", "vllm:", ":a", ":b", ":c"]),
         (MANY_CORES, UNITS[1:]),
     ],
 )
@@ -72,13 +72,17 @@ def test_what_waits_for_a_process_has_its_memory_and_needs_no_cores() -> None:
 
 
 def test_what_waits_for_cores_is_not_overtaken_by_what_needs_cores() -> None:
-    assert next_unit(["ray:a", "cluster:a", ":a"], ["model:z"], TWO_CORES) == ":a"
-    assert next_unit(["ray:a", "cluster:a"], ["model:z"], TWO_CORES) is None
+    assert next_unit(["ray:a", "cluster:a", ":a"], ["ray:z"], TWO_CORES) == ":a"
+    assert next_unit(["ray:a", "cluster:a"], ["ray:z"], TWO_CORES) is None
     assert next_unit(["ray:a", "cluster:a"], [":z"], TWO_CORES) == "ray:a"
     no_memory = Resources(cores=2.5, gib=8.0)
     assert next_unit(["ray:a", "cluster:a"], [":z"], no_memory, held=["cluster:z"]) is None
     assert next_unit(["model:a", ":a"], [":z"], no_memory, held=["cluster:z"]) == ":a"
     assert next_unit(["ray:a", "cluster:a"], ["cluster:z"], Resources(cores=2.5, gib=9.0)) == "cluster:a"
+
+
+def test_a_ray_cluster_starts_beside_an_engine() -> None:
+    assert next_unit(["ray:a", "cluster:a"], ["model:z", ":z"], TWO_CORES) == "ray:a"
 
 
 def test_a_unit_that_fits_nowhere_runs_alone() -> None:

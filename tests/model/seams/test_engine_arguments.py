@@ -302,6 +302,25 @@ def test_a_variable_that_vllm_does_not_know_is_named() -> None:
         check_variables({"VLLM_LOGING_LEVEL": "INFO"})
 
 
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        (EngineConfig(), "UniProcExecutor"),
+        (EngineConfig(tensor_parallel_size=3), "MultiprocExecutor"),
+        # Threads are bound in the process that vLLM starts for the model.
+        (
+            EngineConfig(env={"VLLM_CPU_OMP_THREADS_BIND": "0"}, unproven=("VLLM_CPU_OMP_THREADS_BIND",)),
+            "MultiprocExecutor",
+        ),
+    ],
+    ids=["one", "ranks", "bound"],
+)
+def test_an_engine_on_a_cpu_computes_in_one_process_where_it_can(engine: EngineConfig, name: str) -> None:
+    from vllm.v1.executor.abstract import Executor
+
+    assert Executor.get_class(config_of(engine)).__name__ == name
+
+
 def test_the_printed_command_line_is_one_that_vllm_parses() -> None:
     import shlex
 

@@ -35,6 +35,11 @@ TRANSFER_LEASE_S = 120
 _NUMA_NODES = Path("/sys/devices/system/node")
 RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl.nixl_lease.ReleaseExtension"
 
+# As vLLM does on GPUs. On CPUs it starts another process for the model, to bind its threads to cores. Each of the two
+# spins while the other works (a step of a small model takes half of the CPU time without that), and imports vLLM.
+_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+
 
 def engine_arguments(
     model_folder: str,
@@ -52,6 +57,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Raises ConfigError for values of `engine.args` that vLLM refuses. `keys` as for `parsed`."""
     on_cpu = engine.device == "cpu"
+    in_one_process = on_cpu and engine.tensor_parallel_size == 1 and _BINDING not in engine.env
     scheduler = TENANT_SCHEDULER if has_tenants else ADAPTER_SCHEDULER if adapters.served else None
     optional: dict[str, Any] = {
         "max_model_len": model.max_model_len,
@@ -62,7 +68,10 @@ def engine_arguments(
         "scheduler_cls": scheduler,
         "scheduling_policy": "priority" if scheduler else None,
         "gpu_memory_utilization": None if on_cpu else engine.gpu_memory_utilization,
+        "distributed_executor_backend": _ONE_PROCESS if in_one_process else None,
     }
+    num_adapters = {"max_loras": adapters.max_active, "max_cpu_loras": adapters.num_loaded}
+    lora = {"enable_lora": True, "max_lora_rank": adapters.max_rank, **num_adapters}
     return {
         "model": model_folder,
         "tokenizer": model_folder,
@@ -89,17 +98,8 @@ def engine_arguments(
             "buffer_steps": NUM_REPLAYABLE,
         },
         **{name: value for name, value in optional.items() if value is not None},
-        **(lora_arguments(adapters) if adapters.served else {}),
+        **(lora if adapters.served else {}),
         **_arguments_of_operator(engine, keys, draft, producer=kv_transfer["kv_role"] == _PRODUCER),
-    }
-
-
-def lora_arguments(adapters: AdaptersConfig) -> dict[str, Any]:
-    return {
-        "enable_lora": True,
-        "max_lora_rank": adapters.max_rank,
-        "max_loras": adapters.max_active,
-        "max_cpu_loras": adapters.num_loaded,
     }
 
 
@@ -202,7 +202,7 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
         values |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
             # vLLM's own binding would put all engines of this machine on the same cores.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            _BINDING: "nobind",
             "UCX_TLS": CPU_TRANSPORTS,
             # Huge pages, where the system has them, make KV pages cheaper to move and read.
             "THP_MEM_ALLOC_ENABLE": "1",
