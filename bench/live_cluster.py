@@ -17,9 +17,9 @@ from kvferry.config import ClusterConfig
 from kvferry.engine.base import Engine, Renderer
 from kvferry.gateway.lifecycle import GatewayHost, build_renderer
 from kvferry.membership.base import WORKER_KINDS
-from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.worker.lifecycle import WorkerHost, build_engine
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
+from kvferry_tenants.admin import TenantAdmin
 
 MODEL = "sim-model"
 TOKENS_PER_S = 10_000  # of a prefill engine

@@ -4,4 +4,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT
-SATELLITES = tuple(ROOT / "services" / f"kvferry_{name}" for name in ("keeper", "local", "plan", "operator", "sim"))
+SATELLITES = tuple(
+    ROOT / "services" / f"kvferry_{name}" for name in ("keeper", "local", "plan", "operator", "sim", "tenants")
+)

@@ -25,8 +25,8 @@ from bench.results import BenchFailed
 from kvferry.config import MembershipConfig
 from kvferry.membership.base import WORKER_KINDS, MemberKind
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.util.addresses import free_port
+from kvferry_tenants.admin import TenantAdmin
 
 START_TIMEOUT_S = 300.0  # for what hangs
 LOG_CHARS = 2000  # of a process that has ended

@@ -16,7 +16,6 @@ from rich.table import Table
 
 import kvferry
 from kvferry import config as configuration
-from kvferry import tenant_commands
 from kvferry.config import ROLES, ClusterConfig
 from kvferry.errors import ConfigError, Interrupted, KvferryError
 from kvferry.util import plain_yaml
@@ -30,6 +29,7 @@ _INTERRUPTED_EXIT_CODE = 130
 _DISTRIBUTIONS = {
     **dict.fromkeys(("down", "explain", "status", "up"), "kvferry-local"),
     **dict.fromkeys(("plan", "quality"), "kvferry-plan"),
+    "tenant": "kvferry-tenants",
     "tier": "kvferry-keeper",
 }
 
@@ -209,9 +209,6 @@ def new_key(tenant: str, name: str, into: Path | None, operator: bool, metrics: 
     if file is None:
         raise ConfigError("--file is needed: no gateway.keys_file is configured (KVFERRY__GATEWAY__KEYS_FILE)")
     click.echo(key_file.new_key(file, tenant, name, operator=operator, metrics=metrics))
-
-
-main.add_command(tenant_commands.tenant)
 
 
 def plain_table(texts: Sequence[str], numbers: Sequence[str]) -> Table:

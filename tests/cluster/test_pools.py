@@ -15,7 +15,7 @@ from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.link.identity import FEATURES, POOLS, Identity
 from kvferry.membership.base import MemberKind
-from kvferry.membership.tenant_admin import TenantAdmin
+from kvferry_tenants.admin import TenantAdmin
 from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, running

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from kvferry.cli import main
 from kvferry.gateway.usage.usage_totals import totals
 from kvferry.inference.v1 import inference_pb2 as pb
-from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.observability.telemetry import TENANT_REQUESTS, TENANT_TOKEN_KINDS, TENANT_TOKENS
 from kvferry_sim.membership import MemoryMembership
+from kvferry_tenants.admin import TenantAdmin
 from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, running

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from contract.test_record_contract import Site, server, site  # noqa: F401
 from kvferry.errors import ConfigError, UnavailableError
-from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy import records
 from kvferry.tenancy.namespace import MAX_EPOCH
 from kvferry.tenancy.records import MAX_KEYS, KeyRecord, TenantRecord
 from kvferry.tenancy.terms import CLASSES, TierTerms
 from kvferry_sim.membership import MemoryMembership, MemoryRecords, MemoryRegistry
+from kvferry_tenants.admin import TenantAdmin
 
 NOW_S = 1_000.0
 FIRST_EPOCH = 1_000_000  # the time in ms

@@ -29,7 +29,7 @@ def test_wheels_and_source_archives_are_reproducible_and_run_in_an_empty_environ
         pytest.skip("the time of the build is the commit's, and this is no checkout")
     said = release_check.build_packages()
     version = release_check.package_version()
-    beside = ("keeper", "local", "operator", "plan", "sim")
+    beside = ("keeper", "local", "operator", "plan", "sim", "tenants")
     names = [f"kvferry-{version}", *(f"kvferry_{name}-{version}" for name in beside)]
     assert sorted(said.split(", ")) == sorted(
         f"{name}{end}" for name in names for end in ("-py3-none-any.whl", ".tar.gz")

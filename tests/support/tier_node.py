@@ -18,9 +18,9 @@ import msgspec
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig, TlsConfig
 from kvferry.membership.base import Member, MemberChange, Membership, Snapshot
-from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry_keeper.lifecycle import KeeperHost
 from kvferry_sim.membership import MemoryMembership, MemoryRecords, MemoryRegistry
+from kvferry_tenants.admin import TenantAdmin
 from support.child_imports import import_environment
 from support.tier_keeper import KeeperProcess, StallingIo, tier_config
 from support.waiting import until

@@ -225,7 +225,8 @@ def test_an_undecided_report_says_what_is_allowed_and_what_to_do(capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("command", "package"), [("plan", "kvferry-plan"), ("up", "kvferry-local"), ("tier", "kvferry-keeper")]
+    ("command", "package"),
+    [("plan", "kvferry-plan"), ("up", "kvferry-local"), ("tier", "kvferry-keeper"), ("tenant", "kvferry-tenants")],
 )
 def test_a_command_of_a_package_that_is_not_installed_says_which(
     monkeypatch: pytest.MonkeyPatch, command: str, package: str

@@ -186,7 +186,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
         ("There may be {} tenants", "tenancy.records:MAX_TENANTS"),
         ("and {} keys per tenant", "tenancy.records:MAX_KEYS"),
         ("At most {} pools;", "config.workers:MAX_POOLS"),
-        ("YAML of at most {} MiB", "tenant_commands:_MAX_FILE_BYTES/MiB"),
+        ("YAML of at most {} MiB", "kvferry_tenants.commands:_MAX_FILE_BYTES/MiB"),
         ("at most {} s ahead", "worker.server:MAX_RETRY_AFTER_S"),
     ],
     "operator/models-in-a-cluster.md": [

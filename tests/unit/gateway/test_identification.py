@@ -21,9 +21,9 @@ from kvferry.gateway.identity.identification import Identification
 from kvferry.gateway.identity.key_file import new_key
 from kvferry.gateway.identity.tenants import DEFAULT_TENANT, SECRET_RECORD, Tenant
 from kvferry.membership.base import RecordStore
-from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.limits import Limits
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
+from kvferry_tenants.admin import TenantAdmin
 from support.waiting import until, until_async
 
 SECRET = b"a secret of all gateways, 32 bytes"

@@ -14,11 +14,11 @@ from kvferry.gateway.identity.tenant_directory import TenantDirectory
 from kvferry.gateway.identity.tenant_requests import TenantRequests
 from kvferry.gateway.identity.tenants import SECRET_RECORD, keep_secret, shared_secret
 from kvferry.membership.base import RecordChange, RecordChanged, Records
-from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy import records
 from kvferry.tenancy.limits import Limits
 from kvferry.tenancy.records import KeyRecord, TenantRecord
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
+from kvferry_tenants.admin import TenantAdmin
 from support.waiting import SOON_S, until
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from kvferry.config import ClusterConfig
 from kvferry.membership import floor_reports
-from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.floor_exchange import DROP_S, FloorReport
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.pages.outcome import Cause
@@ -23,6 +22,7 @@ from kvferry_keeper.store.chunk_file import chunk_file_bytes
 from kvferry_keeper.store.index.eviction import TenantRetention
 from kvferry_keeper.store.volume import Volume
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
+from kvferry_tenants.admin import TenantAdmin
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config
 from support.tier_rows import layout_of, rows_of

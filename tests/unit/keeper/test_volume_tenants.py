@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvferry.config import ClusterConfig
-from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.namespace import Namespace
 from kvferry.tenancy.pages.outcome import Cause
 from kvferry_keeper import lifecycle, volume_tenants
@@ -19,6 +18,7 @@ from kvferry_keeper.store.chunk_file import chunk_file_bytes
 from kvferry_keeper.store.volume import Volume
 from kvferry_keeper.volumes import breaker
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
+from kvferry_tenants.admin import TenantAdmin
 from support.tier_keeper import engine
 from support.tier_node import hosting, node_config
 from support.tier_rows import key_of, layout_of, rows_of

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from kvferry.membership.base import Records
-from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.floor_exchange import DROP_S, KEPT, LEASE_S
 from kvferry.tenancy.records import ENGINE_FLOORS, TENANTS
 from kvferry.tenancy.terms import CLASSES, TierTerms
 from kvferry.worker import engine_terms
 from kvferry.worker.engine_terms import FORGET_S, MAX_MOVING, EngineTerms
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
+from kvferry_tenants.admin import TenantAdmin
 from support.waiting import SOON_S, until
 
 CAPACITY = 1000

@@ -17,12 +17,12 @@ from kvferry.engine.vllm.start.engine_folder import EngineFolder
 from kvferry.errors import EngineDead
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
-from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.terms import TierTerms
 from kvferry.worker.lifecycle import WorkerHost, build_engine
 from kvferry_sim import SimEngine
 from kvferry_sim.engine import Faults
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
+from kvferry_tenants.admin import TenantAdmin
 from support.waiting import until
 
 

@@ -26,11 +26,11 @@ from rich.table import Table
 from kvferry import config as configuration
 from kvferry.config import MembershipConfig, check_new_pool_name
 from kvferry.errors import ConfigError, KvferryError, UnavailableError
-from kvferry.membership.tenant_admin import TenantAdmin
 from kvferry.tenancy.limits import LimitName, Limits, shown
 from kvferry.tenancy.records import MAX_TENANTS, KeyRecord, TenantRecord, check_key_name
 from kvferry.tenancy.terms import CLASSES, DEFAULT_CLASS, TIERS, TierTerms, describe
 from kvferry.util import plain_yaml, satellites
+from kvferry_tenants.admin import TenantAdmin
 
 R = TypeVar("R")
 
