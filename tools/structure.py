@@ -203,7 +203,7 @@ async def follow_a_request() -> Passage:
             await host.start()
         while len(gateway.readiness().members) < 2:  # noqa: ASYNC110  a poll in a tool
             await asyncio.sleep(0.01)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=600) as client:
             debug = {"x-kvferry-debug": "disaggregate"}
             (await client.post("/v1/chat/completions", json=body)).raise_for_status()  # connections are open now
             passages = []

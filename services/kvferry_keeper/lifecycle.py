@@ -21,8 +21,7 @@ from kvferry.membership.follower import MemberFollower
 from kvferry.observability.exposition import SpanCounts
 from kvferry.observability.metrics_listener import MetricsListener
 from kvferry.observability.tracing import Tracing, start_tracing
-from kvferry.pages.exchange import CPU_TRANSPORTS
-from kvferry.util.addresses import NODE_NAME_VARIABLE, is_loopback, join_host_port
+from kvferry.util.addresses import NODE_NAME_VARIABLE, is_loopback, join_host_port, ucx_environment
 from kvferry.util.grpc_options import CHANNEL_OPTIONS
 from kvferry_keeper.keeper import Keeper
 from kvferry_keeper.metrics import KeeperMetrics
@@ -212,11 +211,13 @@ class KeeperHost:
 
     def _prepare_environment(self) -> None:
         """Set what UCX reads, before NIXL is loaded. An operator's values stay."""
+        values = {"NIXL_LOG_LEVEL": "WARN"}
         if self._config.engine.device == "cpu":
-            os.environ.setdefault("UCX_TLS", CPU_TRANSPORTS)
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-        if is_loopback(self._config.tier.host):
-            os.environ.setdefault("UCX_NET_DEVICES", "lo")
+            values |= ucx_environment(self._config.tier.host)
+        elif is_loopback(self._config.tier.host):
+            values["UCX_NET_DEVICES"] = "lo"
+        for name, value in values.items():
+            os.environ.setdefault(name, value)
 
     def _dial(self, address: str) -> grpc.aio.Channel:
         return mutual_tls.channel_to(

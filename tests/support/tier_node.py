@@ -18,6 +18,7 @@ import msgspec
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig, TlsConfig
 from kvferry.membership.base import Member, MemberChange, Membership, Snapshot
+from kvferry.util.addresses import ucx_environment
 from kvferry_keeper.lifecycle import KeeperHost
 from kvferry_sim.membership import MemoryMembership, MemoryRecords, MemoryRegistry
 from kvferry_tenants.admin import TenantAdmin
@@ -161,5 +162,6 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("UCX_TLS", "tcp,cma,sm,self")
+    for name, value in ucx_environment("127.0.0.1").items():
+        os.environ.setdefault(name, value)
     asyncio.run(_main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from kvferry.util.addresses import (
     node_address,
     reachable_host,
     require_loopback,
+    ucx_environment,
 )
 
 
@@ -93,3 +95,25 @@ def test_a_node_s_address_is_what_was_said_or_the_way_out() -> None:
     assert reachable_host("10.9.9.9") == "10.9.9.9"
     assert ipaddress.ip_address(reachable_host("0.0.0.0"))
     assert not ipaddress.ip_address(node_address({})).is_unspecified
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kind", "has_gpu"),
+    [
+        ("0x10de", "0x030200", True),
+        ("0x10de", "0x030000", True),
+        ("0x10de", "0x040300", False),  # the sound of a graphics card
+        ("0x1002", "0x030000", False),
+        ("nonsense", "0x030000", False),
+        ("", "0x030000", False),
+    ],
+)
+def test_ucx_has_cuda_where_the_machine_has_a_gpu(tmp_path: Path, vendor: str, kind: str, has_gpu: bool) -> None:
+    for device, values in (("0000:00:00.0", ("0x8086", "0x060000")), ("0000:01:00.0", (vendor, kind))):
+        (tmp_path / device).mkdir()
+        for name, value in zip(("vendor", "class"), values, strict=True):
+            (tmp_path / device / name).write_text(value)
+    environment = ucx_environment("127.0.0.1", tmp_path)
+    assert environment == {"UCX_TLS": "tcp,cma,sm,self" + ",cuda_copy" * has_gpu, "UCX_NET_DEVICES": "lo"}
+    assert "UCX_NET_DEVICES" not in ucx_environment("10.1.2.3", tmp_path)
+    assert ucx_environment("localhost", tmp_path / "absent")["UCX_TLS"] == "tcp,cma,sm,self"

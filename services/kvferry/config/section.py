@@ -95,18 +95,15 @@ def key_of(path: Sequence[str | int]) -> str:
 
 _OF_BOTH_ROLES = "engines of both roles have that of the section `engine`"
 
-# Limits that were settings, and the constants that stand in their places.
-KEY_TO_CONSTANT = {
-    "engine.transfer_lease_s": "kvferry.engine.vllm.start.arguments.TRANSFER_LEASE_S",
-    "gateway.max_connections": "kvferry.gateway.http.connection_limits.MAX_CONNECTIONS",
-    "gateway.images.cache_mib": "kvferry.gateway.lifecycle.IMAGE_CACHE_BYTES",
-    "gateway.max_pending_body_bytes": "kvferry.gateway.admission.MAX_PENDING_BODY_BYTES",
-    "gateway.max_prompt_tokens": "kvferry.gateway.admission.MAX_PENDING_PROMPT_TOKENS",
-    "tier.io_threads": "kvferry_keeper.volumes.volume_io.NUM_IO_THREADS",
-    "tier.queue_mib": "kvferry_keeper.volumes.volume_set.MAX_QUEUED_WRITE_BYTES",
-}
-# Settings that follow from others: patterns of their keys, and what holds in their places.
+# Settings of earlier states: patterns of their keys, and what holds in their places.
 PATTERN_TO_RULE = {
+    "*engine.transfer_lease_s": "the limit is kvferry.engine.vllm.start.arguments.TRANSFER_LEASE_S",
+    "*gateway.max_connections": "the limit is kvferry.gateway.http.connection_limits.MAX_CONNECTIONS",
+    "*gateway.images.cache_mib": "the limit is kvferry.gateway.lifecycle.IMAGE_CACHE_BYTES",
+    "*gateway.max_pending_body_bytes": "the limit is kvferry.gateway.admission.MAX_PENDING_BODY_BYTES",
+    "*gateway.max_prompt_tokens": "the limit is kvferry.gateway.admission.MAX_PENDING_PROMPT_TOKENS",
+    "*tier.io_threads": "the limit is kvferry_keeper.volumes.volume_io.NUM_IO_THREADS",
+    "*tier.queue_mib": "the limit is kvferry_keeper.volumes.volume_set.MAX_QUEUED_WRITE_BYTES",
     "*.engine.enforce_eager": _OF_BOTH_ROLES,
     "*.engine.gpu_memory_utilization": _OF_BOTH_ROLES,
     "*.engine.kv_cache_gib": _OF_BOTH_ROLES,
@@ -123,7 +120,7 @@ def explain(fault: ErrorDetails, key: str, root: type[BaseModel]) -> str:
     """Describe one fault in one line: key, value, what is allowed. The fault's path begins at `root`."""
     path, value = fault["loc"], fault["input"]
     match fault["type"]:
-        case "extra_forbidden" if rule := _rule_of(key):
+        case "extra_forbidden" if rule := next((r for p, r in PATTERN_TO_RULE.items() if fnmatchcase(key, p)), ""):
             return f"{key}: no longer a setting (value {value!r}): {rule}"
         case "extra_forbidden":
             allowed = _keys_beside(path, root)
@@ -143,14 +140,6 @@ def explain(fault: ErrorDetails, key: str, root: type[BaseModel]) -> str:
         case _:
             message = fault["msg"]
     return f"{key}: {message}" if isinstance(value, dict) else f"{key}: {message}, not {value!r}"
-
-
-def _rule_of(key: str) -> str:
-    # Models may have settings of their own, too: models[0].engine.transfer_lease_s.
-    for name, constant in KEY_TO_CONSTANT.items():
-        if key == name or key.endswith(f".{name}"):
-            return f"the limit is {constant}"
-    return next((rule for pattern, rule in PATTERN_TO_RULE.items() if fnmatchcase(key, pattern)), "")
 
 
 def _keys_beside(path: Sequence[str | int], root: type[BaseModel]) -> list[str]:

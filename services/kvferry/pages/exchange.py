@@ -15,9 +15,6 @@ PAGE_FORMATS = 1
 # The field of the weights, which also travels in the configuration of vLLM's NIXL connector.
 WEIGHTS = "weights"
 
-# UCX's transports for memory that is not a GPU's; engines and keepers that exchange pages have them in common.
-CPU_TRANSPORTS = "tcp,cma,sm,self"
-
 # The field of vLLM arguments and variables that engines must have in common; vLLM's `additional_config` has it too.
 ARGUMENTS = "arguments"
 

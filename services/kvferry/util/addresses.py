@@ -51,6 +51,20 @@ def _is_loopback_address(host: str) -> bool:
         return False
 
 
+def ucx_environment(host: str, pci: Path = Path("/sys/bus/pci/devices")) -> dict[str, str]:
+    # For pages in the machine's memory, which others read at `host`. Beside a GPU, NIXL refuses to start without
+    # `cuda_copy`; without a GPU, UCX warns of it.
+    cuda = ",cuda_copy" if any(map(_is_nvidia_gpu, pci.glob("*"))) else ""
+    return {"UCX_TLS": f"tcp,cma,sm,self{cuda}", **({"UCX_NET_DEVICES": "lo"} if is_loopback(host) else {})}
+
+
+def _is_nvidia_gpu(device: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        vendor, kind = (int((device / name).read_text(), 16) for name in ("vendor", "class"))
+        return vendor == 0x10DE and kind >> 8 in (0x0300, 0x0302)  # as NIXL's hw_info.cpp
+    return False
+
+
 def require_loopback(key: str, host: str, *, insecure: bool, remedy: str = "") -> None:
     """Refuse an unauthenticated listener off loopback.
 

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from kvferry.util.addresses import ucx_environment
+from support.waiting import PATIENCE_S
 
 from .support import parameters
 
@@ -53,3 +61,38 @@ class TestNixlConnector:
         fields = {field.name for field in dataclasses.fields(NixlAgentMetadata)}
         assert {"engine_id", "block_size", "physical_blocks_per_logical_kv_block"} <= fields
         assert parameters(NixlBaseConnectorWorker.add_remote_agent)[1] == "nixl_agent_meta"
+
+
+AGENT = """
+from nixl._api import nixl_agent, nixl_agent_config
+
+nixl_agent("agent", nixl_agent_config(backends=["UCX"]))
+"""
+# NIXL looks for GPUs where the kernel lists PCI devices.
+BESIDE_A_GPU = 'mount --bind "$0" /sys/bus/pci/devices && exec "$@"'
+
+
+def _own_mounts() -> bool:
+    unshare = shutil.which("unshare")
+    return unshare is not None and subprocess.run([unshare, "--mount", "true"], check=False).returncode == 0
+
+
+def test_an_agent_on_the_cpu_starts_beside_a_gpu(tmp_path: Path) -> None:
+    if not _own_mounts():
+        pytest.skip("only root imitates PCI devices")
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "vendor").write_text("0x10de")
+    (tmp_path / "0000:01:00.0" / "class").write_text("0x030200")
+
+    def start(**changed: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["unshare", "--mount", "sh", "-c", BESIDE_A_GPU, str(tmp_path), sys.executable, "-c", AGENT],
+            env=os.environ | ucx_environment("127.0.0.1", tmp_path) | changed,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+
+    assert "add cuda_copy" in (refused := start(UCX_TLS="tcp,cma,sm,self")).stderr.lower(), refused
+    assert (started := start()).returncode == 0, started

@@ -14,8 +14,9 @@ from kvferry.engine.base import EngineId, EngineInfo
 from kvferry.engine.vllm.start.argument_parser import key_of, parsed
 from kvferry.engine.vllm.start.draft_model import DraftModel
 from kvferry.model_folder import cache_folder
-from kvferry.pages.exchange import ARGUMENTS, CPU_TRANSPORTS, WEIGHTS
+from kvferry.pages.exchange import ARGUMENTS, WEIGHTS
 from kvferry.pages.geometry.config_json import from_config
+from kvferry.util.addresses import ucx_environment
 
 CONNECTOR_MODULE = "kvferry.engine.vllm.plugins.nixl.nixl_connector"
 CONNECTOR_CLASS = "KvTransferConnector"
@@ -203,7 +204,7 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
             # vLLM's own binding would put all engines of this machine on the same cores.
             _BINDING: "nobind",
-            "UCX_TLS": CPU_TRANSPORTS,
+            **ucx_environment(config.side_channel_host),
             # Huge pages, where the system has them, make KV pages cheaper to move and read.
             "THP_MEM_ALLOC_ENABLE": "1",
             # Keeps compiled code across restarts; the default is a temporary folder.
@@ -212,7 +213,7 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
         # Ray sets OMP_NUM_THREADS to a replica's reserved cores, which are not its compute threads.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if config.side_channel_host.startswith("127."):
-            values |= {"UCX_NET_DEVICES": "lo", "VLLM_HOST_IP": config.side_channel_host}
+            values["VLLM_HOST_IP"] = config.side_channel_host
     os.environ.update(config.env)
     for name, value in values.items():
         os.environ.setdefault(name, value)
