@@ -1,9 +1,9 @@
 """Starts vLLM's processes as forks of a process that has imported vLLM.
 
-Each engine has two processes, and each imports vLLM (7 s of CPU on an AMD EPYC of 2.6 GHz). vLLM starts them by
-`spawn`; here they come from multiprocessing's fork server, which has the imports done and runs nothing else. The
-environment of a process is that of its parent at the start, as with `spawn`. Clusters on Ray start engines by `spawn`,
-so both ways are tested.
+An engine has a process, and one more for each of several ranks; each imports vLLM (7 s of CPU on an AMD EPYC of
+2.6 GHz). vLLM starts them by `spawn`; here they come from multiprocessing's fork server, which has the imports done and
+runs nothing else. The environment of a process is that of its parent at the start, as with `spawn`. Clusters on Ray
+start engines by `spawn`, so both ways are tested.
 """
 
 from __future__ import annotations

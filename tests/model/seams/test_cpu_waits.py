@@ -12,16 +12,6 @@ from .support import parameters
 pytestmark = pytest.mark.vllm
 
 
-class TestShmQueuePolling:
-    def test_readers_yield_through_the_name_we_replace(self) -> None:
-        from vllm.distributed.device_communicators import shm_broadcast
-
-        assert "sched_yield()" in inspect.getsource(shm_broadcast.SpinCondition.wait)
-        assert "from vllm.distributed.utils import StatelessProcessGroup, sched_yield" in inspect.getsource(
-            shm_broadcast
-        )
-
-
 class TestNixlProgress:
     def test_nixl_still_spins_unless_told_otherwise(self) -> None:
         import sys

@@ -312,13 +312,28 @@ def test_a_variable_that_vllm_does_not_know_is_named() -> None:
             EngineConfig(env={"VLLM_CPU_OMP_THREADS_BIND": "0"}, unproven=("VLLM_CPU_OMP_THREADS_BIND",)),
             "MultiprocExecutor",
         ),
+        (
+            EngineConfig(env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, unproven=("VLLM_CPU_OMP_THREADS_BIND",)),
+            "UniProcExecutor",
+        ),
+        (EngineConfig(args={"numa_bind": True, "numa_bind_nodes": [0], "numa_bind_cpus": ["0"]}), "MultiprocExecutor"),
     ],
-    ids=["one", "ranks", "bound"],
+    ids=["one", "ranks", "bound", "not bound", "bound by vLLM"],
 )
-def test_an_engine_on_a_cpu_computes_in_one_process_where_it_can(engine: EngineConfig, name: str) -> None:
+def test_an_engine_on_a_cpu_computes_in_one_process_where_it_can(
+    engine: EngineConfig, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.v1.executor.abstract import Executor
 
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     assert Executor.get_class(config_of(engine)).__name__ == name
+
+
+def test_a_variable_of_the_process_that_binds_threads_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.executor.abstract import Executor
+
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+    assert Executor.get_class(config_of(EngineConfig())).__name__ == "MultiprocExecutor"
 
 
 def test_the_printed_command_line_is_one_that_vllm_parses() -> None:

@@ -1,4 +1,4 @@
-"""Names of what vLLM's engine core and its worker tell each other beside vLLM's own messages."""
+"""Names of what vLLM's engine core and its workers tell each other beside vLLM's own messages."""
 
 from __future__ import annotations
 

@@ -9,20 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from nixl._api import nixl_agent
-from vllm.distributed.device_communicators import shm_broadcast
-
-# A step of the CPU device takes tens of milliseconds.
-POLL_PAUSE_S = 0.0002
-
-
-def poll_shm_queues_slowly() -> None:
-    """Affects all queues of this process. Idempotent."""
-    shm_broadcast.sched_yield = _pause
-
-
-def _pause() -> None:
-    time.sleep(POLL_PAUSE_S)
-
 
 # Some UCX transports need polls even when no data arrives.
 PROGRESS_PERIOD_US = 1000

@@ -36,10 +36,9 @@ TRANSFER_LEASE_S = 120
 _NUMA_NODES = Path("/sys/devices/system/node")
 RELEASE_EXTENSION = "kvferry.engine.vllm.plugins.nixl.nixl_lease.ReleaseExtension"
 
-# As vLLM does on GPUs. On CPUs it starts another process for the model, to bind its threads to cores. Each of the two
-# spins while the other works (a step of a small model takes half of the CPU time without that), and imports vLLM.
+# As vLLM does on GPUs. On CPUs it starts another process for the model, to bind threads to cores (see ADR 5).
 _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+_BINDING, _UNBOUND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 
 
 def engine_arguments(
@@ -58,7 +57,6 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Raises ConfigError for values of `engine.args` that vLLM refuses. `keys` as for `parsed`."""
     on_cpu = engine.device == "cpu"
-    in_one_process = on_cpu and engine.tensor_parallel_size == 1 and _BINDING not in engine.env
     scheduler = TENANT_SCHEDULER if has_tenants else ADAPTER_SCHEDULER if adapters.served else None
     optional: dict[str, Any] = {
         "max_model_len": model.max_model_len,
@@ -69,7 +67,7 @@ def engine_arguments(
         "scheduler_cls": scheduler,
         "scheduling_policy": "priority" if scheduler else None,
         "gpu_memory_utilization": None if on_cpu else engine.gpu_memory_utilization,
-        "distributed_executor_backend": _ONE_PROCESS if in_one_process else None,
+        "distributed_executor_backend": _ONE_PROCESS if on_cpu and _can_compute_in_one_process(engine) else None,
     }
     num_adapters = {"max_loras": adapters.max_active, "max_cpu_loras": adapters.num_loaded}
     lora = {"enable_lora": True, "max_lora_rank": adapters.max_rank, **num_adapters}
@@ -102,6 +100,12 @@ def engine_arguments(
         **(lora if adapters.served else {}),
         **_arguments_of_operator(engine, keys, draft, producer=kv_transfer["kv_role"] == _PRODUCER),
     }
+
+
+def _can_compute_in_one_process(engine: EngineConfig) -> bool:
+    binding = (os.environ | engine.env).get(_BINDING, _UNBOUND)
+    binds_threads = binding != _UNBOUND or "numa_bind_cpus" in engine.args
+    return engine.tensor_parallel_size == 1 and not binds_threads
 
 
 def _arguments_of_operator(
@@ -203,7 +207,7 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
         values |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
             # vLLM's own binding would put all engines of this machine on the same cores.
-            _BINDING: "nobind",
+            _BINDING: _UNBOUND,
             **ucx_environment(config.side_channel_host),
             # Huge pages, where the system has them, make KV pages cheaper to move and read.
             "THP_MEM_ALLOC_ENABLE": "1",

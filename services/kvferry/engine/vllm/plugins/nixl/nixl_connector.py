@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 
 from kvferry.engine.vllm.plugins.absent_images import end_requests_of_absent_images
 from kvferry.engine.vllm.plugins.cpu_token_ranks import count_without_compiled_code
-from kvferry.engine.vllm.plugins.cpu_waits import blocking_progress_thread, poll_shm_queues_slowly, slow_idle_steps
+from kvferry.engine.vllm.plugins.cpu_waits import blocking_progress_thread, slow_idle_steps
 from kvferry.engine.vllm.plugins.drafts import (
     constrain_steps_with_drafts,
     count_drafts_for_min_tokens,
@@ -32,8 +32,6 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         affinity = os.sched_getaffinity(0)
         on_cpu = vllm_config.device_config.device_type == "cpu"
-        if on_cpu:
-            poll_shm_queues_slowly()
         if role == KVConnectorRole.WORKER:
             compare_exchange_digests()
             count_drafts_for_min_tokens()
@@ -59,7 +57,7 @@ class KvTransferConnector(NixlPullConnector):  # type: ignore[misc]
         else:
             retry_taken_handshake_ports(self.connector_scheduler)
             send_lease_ends(self.connector_scheduler)
-            # This runs in the engine core, where vLLM loads nothing else of ours.
+            # This runs in the engine core's process, before a model is loaded there.
             hash_adapters_by_name()
             end_requests_of_absent_images()
             limit_grammars()
