@@ -307,11 +307,11 @@ async def test_an_engine_that_keeps_pages_leaves_the_cores_alone(vllm_pair: Vllm
 async def test_the_compute_thread_keeps_all_cores(vllm_pair: VllmPair) -> None:
     """NIXL's connector pins the thread it is made in to one core; ours undoes it."""
     children = psutil.Process().children(recursive=True)
-    # Without tensor parallelism, the engine core's process computes.
-    name = "VLLM::EngineCore"
     # Engines that other tests killed may still be there as zombies, without a command line.
     alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-    workers = [child for child in alive if name in " ".join(child.cmdline())]
-    assert len(workers) == len([child for child in alive if "VLLM::" in " ".join(child.cmdline())]) == 2
-    for worker in workers:
-        assert os.sched_getaffinity(worker.pid) == os.sched_getaffinity(0)
+    processes = {child: " ".join(child.cmdline()) for child in alive}
+    engines = {child: command for child, command in processes.items() if "VLLM::" in command}
+    assert len(engines) == 2
+    for process, command in engines.items():
+        assert "VLLM::EngineCore" in command, "without tensor parallelism, the engine core's process computes"
+        assert os.sched_getaffinity(process.pid) == os.sched_getaffinity(0)

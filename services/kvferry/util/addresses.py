@@ -52,8 +52,8 @@ def _is_loopback_address(host: str) -> bool:
 
 
 def ucx_environment(host: str, pci: Path = Path("/sys/bus/pci/devices")) -> dict[str, str]:
-    # For pages in the machine's memory, which others read at `host`. Beside a GPU, NIXL refuses to start without
-    # `cuda_copy`; without a GPU, UCX warns of it.
+    # UCX reads these variables in a process whose pages are in the machine's memory, and which listens at `host`. NIXL
+    # refuses a list without `cuda_copy` on a machine with a GPU; UCX logs a warning for `cuda_copy` on one without.
     cuda = ",cuda_copy" if any(map(_is_nvidia_gpu, pci.glob("*"))) else ""
     return {"UCX_TLS": f"tcp,cma,sm,self{cuda}", **({"UCX_NET_DEVICES": "lo"} if is_loopback(host) else {})}
 

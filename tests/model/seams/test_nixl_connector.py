@@ -72,21 +72,17 @@ nixl_agent("agent", nixl_agent_config(backends=["UCX"]))
 BESIDE_A_GPU = 'mount --bind "$0" /sys/bus/pci/devices && exec "$@"'
 
 
-def _own_mounts() -> bool:
-    unshare = shutil.which("unshare")
-    return unshare is not None and subprocess.run([unshare, "--mount", "true"], check=False).returncode == 0
-
-
 def test_an_agent_on_the_cpu_starts_beside_a_gpu(tmp_path: Path) -> None:
-    if not _own_mounts():
-        pytest.skip("only root imitates PCI devices")
+    beside_a_gpu = ["unshare", "--mount", "sh", "-c", BESIDE_A_GPU, str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run([*beside_a_gpu, "true"], check=False).returncode:
+        pytest.skip("this user cannot imitate PCI devices here")
     (tmp_path / "0000:01:00.0").mkdir()
     (tmp_path / "0000:01:00.0" / "vendor").write_text("0x10de")
     (tmp_path / "0000:01:00.0" / "class").write_text("0x030200")
 
     def start(**changed: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["unshare", "--mount", "sh", "-c", BESIDE_A_GPU, str(tmp_path), sys.executable, "-c", AGENT],
+            [*beside_a_gpu, sys.executable, "-c", AGENT],
             env=os.environ | ucx_environment("127.0.0.1", tmp_path) | changed,
             capture_output=True,
             text=True,
