@@ -219,13 +219,21 @@ def check_up_and_down(machine: Machine, collector: Collector, keys_file: Path, k
 STRANGER = Path(__file__).parents[1] / "support" / "stranger.py"
 
 
+@pytest.fixture(scope="module")
+def open_machine() -> Iterator[Machine]:
+    """A cluster with tenants. Its run folder was there and lets others in: what is made in it is private by itself."""
+    with a_machine("sim") as machine:
+        machine.folder.path.mkdir()
+        machine.folder.path.chmod(0o755)
+        machine.folder.path.parent.chmod(0o755)
+        up = machine.up("--no-ask", "--set", "gateway.tenants_in_etcd=true")
+        assert up.returncode == 0, up.stdout + up.stderr
+        yield machine
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_reads_and_writes_nothing_of_it(machine: Machine) -> None:
-    # A run folder that was there and that others may enter: what is made in it has to be private by itself.
-    machine.folder.path.mkdir()
-    machine.folder.path.chmod(0o755)
-    machine.folder.path.parent.chmod(0o755)
-    assert machine.up("--no-ask", "--set", "gateway.tenants_in_etcd=true").returncode == 0
+def test_another_user_reads_and_writes_nothing_of_it(open_machine: Machine) -> None:
+    machine = open_machine
     created = machine.run("tenant", "create", "acme", "--key", "ci")
     assert created.returncode == 0, created.stderr
 
@@ -243,6 +251,44 @@ def test_another_user_reads_and_writes_nothing_of_it(machine: Machine) -> None:
     assert json.loads(done.stdout) == [], done.stdout
     shown = machine.run("tenant", "list")
     assert "acme" in shown.stdout, "the owner's commands find etcd and its certificates by themselves"
+
+
+def test_a_cluster_that_died_is_cleaned_up(open_machine: Machine) -> None:
+    """The last test of this cluster: it kills it."""
+    machine = open_machine
+    processes = machine.processes()
+    ports = listening_ports(processes)
+    # What an engine would leave in shared memory: recorded by its worker, held by nobody after the kill.
+    leaked = SHM_ROOT / f"kvferry-test-{os.getpid()}"
+    leaked.write_bytes(b"page")
+    try:
+        write_record(machine.folder.path, "worker-x", [SharedMemoryFile(leaked.stat().st_ino, leaked.name)])
+        kill_everything(machine)
+        status = machine.run("status")
+        assert status.returncode == 1
+        assert "has died" in status.stderr
+        assert machine.folder.record() is not None
+
+        # Up cleans what is left by itself.
+        again = machine.up("--no-ask")
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert "cleaned up after a cluster that had died" in again.stdout
+        assert not leaked.exists()
+    finally:
+        leaked.unlink(missing_ok=True)
+    second = machine.processes()
+    assert not set(second) & set(processes)
+    ports |= listening_ports(second)
+    left_recorded = recorded(machine.folder.path)
+
+    # Down does after the death of Ray alone, which leaves its workers. (`test_real_cluster.py` kills all before it.)
+    record = machine.folder.record()
+    assert record is not None
+    for pillar in record.pillars:
+        pillar.send(signal.SIGKILL)
+    assert machine.down().returncode == 0
+    assert_nothing_left(machine, second, ports)
+    assert not left_recorded & shm_files()
 
 
 @pytest.mark.parametrize(
@@ -289,43 +335,6 @@ def test_down_interrupts_a_start(machine: Machine) -> None:
             up.kill()
         up.communicate()
     assert_nothing_left(machine, processes, {machine.port: "127.0.0.1"})
-
-
-def test_a_cluster_that_died_is_cleaned_up(machine: Machine) -> None:
-    assert machine.up("--no-ask").returncode == 0
-    processes = machine.processes()
-    ports = listening_ports(processes)
-    # What an engine would leave in shared memory: recorded by its worker, held by nobody after the kill.
-    leaked = SHM_ROOT / f"kvferry-test-{os.getpid()}"
-    leaked.write_bytes(b"page")
-    try:
-        write_record(machine.folder.path, "worker-x", [SharedMemoryFile(leaked.stat().st_ino, leaked.name)])
-        kill_everything(machine)
-        status = machine.run("status")
-        assert status.returncode == 1
-        assert "has died" in status.stderr
-        assert machine.folder.record() is not None
-
-        # Up cleans what is left by itself.
-        again = machine.up("--no-ask")
-        assert again.returncode == 0, again.stdout + again.stderr
-        assert "cleaned up after a cluster that had died" in again.stdout
-        assert not leaked.exists()
-    finally:
-        leaked.unlink(missing_ok=True)
-    second = machine.processes()
-    assert not set(second) & set(processes)
-    ports |= listening_ports(second)
-    left_recorded = recorded(machine.folder.path)
-
-    # Down does after the death of Ray alone, which leaves its workers. (`test_real_cluster.py` kills all before it.)
-    record = machine.folder.record()
-    assert record is not None
-    for pillar in record.pillars:
-        pillar.send(signal.SIGKILL)
-    assert machine.down().returncode == 0
-    assert_nothing_left(machine, second, ports)
-    assert not left_recorded & shm_files()
 
 
 def test_a_taken_port_is_named_with_its_owner_before_anything_starts(machine: Machine) -> None:

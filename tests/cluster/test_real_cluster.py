@@ -262,7 +262,7 @@ def processes(machine: Machine) -> dict[str, int]:
 async def test_harmful_bodies_are_refused_beside_streams_that_go_on(machine: Machine) -> None:
     before = processes(machine)
     prompts = [f"Stream {i} of eight that nothing may disturb tells of" for i in range(8)]
-    asked = {"model": MODEL, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+    asked = {"model": MODEL, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
     async with httpx.AsyncClient(base_url=machine.url, timeout=PATIENCE_S) as http:
 
         async def texts() -> list[str]:
@@ -298,7 +298,7 @@ async def test_harmful_bodies_are_refused_beside_streams_that_go_on(machine: Mac
 async def test_a_decode_engine_killed_mid_stream_changes_nothing_for_the_client(machine: Machine) -> None:
     prompt = "The harbour master of a small town keeps a diary. On the first page he wrote: " * 3
     # Long, because an event may have five tokens, and the engine goes on until the kill.
-    values = {"max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    values = {"max_tokens": 160, "temperature": 0, "ignore_eos": True}
     undisturbed = await asyncio.to_thread(complete, machine, prompt, **values)
     expected, usage = undisturbed["choices"][0]["text"], undisturbed["usage"]
     decode = await asyncio.to_thread(members, machine, "decode")
@@ -331,7 +331,7 @@ async def test_a_decode_engine_killed_mid_stream_changes_nothing_for_the_client(
     record = closing["kvferry"]
     assert record["decode_worker"] != killed
     (num_before,) = record["continued_after"]
-    assert 10 <= num_before < 300
+    assert 10 <= num_before < 160
 
     def replaced() -> bool:
         return len(members(machine, "decode").keys() - {killed}) == 2
@@ -350,7 +350,7 @@ async def test_a_killed_prefill_engine_costs_no_request_and_comes_back(machine: 
         async def stream(prompt: str) -> None:
             text, finish = "", None
             async for chunk in await client.completions.create(
-                model=MODEL, prompt=prompt, max_tokens=48, temperature=0, stream=True, extra_body={"ignore_eos": True}
+                model=MODEL, prompt=prompt, max_tokens=32, temperature=0, stream=True, extra_body={"ignore_eos": True}
             ):
                 if not text and chunk.choices[0].text:
                     first_tokens.release()

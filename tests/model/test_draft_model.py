@@ -36,7 +36,7 @@ from kvferry.engine.base import (
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import ConfigError, InvalidRequest, UnsupportedEngine
 from kvferry.tenancy.namespace import Namespace
-from support.all_models import ALL_MODELS
+from support.all_models import ALL_MODELS, only_with_all_models
 from support.tier_chunks import chunk_files
 from support.tier_node import NodeProcess
 from support.waiting import until
@@ -278,6 +278,7 @@ async def test_what_vllm_does_not_speculate_with_is_refused(world: World) -> Non
     assert last.finish_reason is FinishReason.LENGTH
 
 
+@only_with_all_models
 async def test_another_draft_model_gives_the_same_answers(world: World, tmp_path: Path) -> None:
     """A model with pages of another size, never right; or the same head with a context that some prompts exceed."""
     draft = tmp_path / "draft"

@@ -25,6 +25,7 @@ from kvferry.engine.base import Continued, EngineOutput, EngineRequest, FinishRe
 from kvferry.engine.vllm.engine import VllmEngine
 from kvferry.errors import InvalidRequest
 from kvferry.tenancy.namespace import Namespace
+from support.all_models import only_with_all_models
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
 
@@ -102,10 +103,16 @@ async def test_answers_after_a_transfer_equal_those_without_drafts(pair: VllmPai
     "change",
     [
         {"stop": ("five", "nine", "Cherry")},
-        {"min_tokens": 20, "ignore_eos": False},
-        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
-        {"bad_words": ("four", " four")},
-        {"structured_outputs": json.dumps({"regex": "([a-z]+ [0-9]{3}, ){6}end"}), "ignore_eos": False},
+        # Those of `test_draft_model.py` are verified by the same code of vLLM.
+        *(
+            pytest.param(change, marks=only_with_all_models)
+            for change in (
+                {"min_tokens": 20, "ignore_eos": False},
+                {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+                {"bad_words": ("four", " four")},
+                {"structured_outputs": json.dumps({"regex": "([a-z]+ [0-9]{3}, ){6}end"}), "ignore_eos": False},
+            )
+        ),
         {
             "structured_outputs": json.dumps(
                 {
@@ -193,6 +200,7 @@ async def test_a_seed_means_the_same_however_a_prompt_is_cut(pair: VllmPair, rol
     assert await asyncio.gather(*(ask("together", i) for i in range(3))) == alone
 
 
+@only_with_all_models
 async def test_sampled_answers_have_the_same_distribution(pair: VllmPair) -> None:
     """Drafts are accepted or replaced by chance, so that answers are drawn as without them."""
     allowed = [pair.tokenize(word)[0] for word in (" one", " two", " three")]
