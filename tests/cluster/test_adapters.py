@@ -16,6 +16,7 @@ from kvferry.gateway.usage.usage_log import read
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.link.identity import ADAPTERS, FEATURES, Identity
 from kvferry.membership.base import MemberKind
+from support.beside import answered, beside
 from support.waiting import until
 
 from .conftest import MODEL, running
@@ -135,11 +136,11 @@ async def test_both_clients_ask_for_adapters_by_name() -> None:
 async def test_an_answer_goes_on_with_its_adapter_after_a_loss() -> None:
     async with running(1, 2, adapters=ADAPTERS_OF) as cluster:
         whole, _ = await succeeds(cluster, model="sql", max_tokens=400)
-        asked = asyncio.create_task(succeeds(cluster, model="sql", max_tokens=400))
         engines = cluster.engines(MemberKind.DECODE)
-        await until(lambda: any(engine.stats().num_running for engine in engines), what="the answer has begun")
-        next(engine for engine in engines if engine.stats().num_running).kill()
-        text, record = await asked
+        async with beside(succeeds(cluster, model="sql", max_tokens=400)) as (asked,):
+            await until(lambda: any(engine.stats().num_running for engine in engines), what="the answer has begun")
+            next(engine for engine in engines if engine.stats().num_running).kill()
+            text, record = await asked
         assert len(record["lost_workers"]) == 1
         assert text == whole
 
@@ -189,15 +190,14 @@ async def test_while_an_adapter_changes_no_answer_is_of_two_of_its_files() -> No
         new = [await cluster.add_worker(kind, config) for kind in (MemberKind.PREFILL, MemberKind.DECODE)]
         await cluster.ready()
         # Most workers have the old files: all requests get those, wherever their worker is lost.
-        asked = [
-            asyncio.create_task(succeeds(cluster, model="sql", max_tokens=300, cache_salt=str(i))) for i in range(4)
-        ]
         old = [host for host in cluster.hosts(MemberKind.DECODE) if host is not new[1][0]]
-        await until(lambda: all(host.server.is_busy for host in old), what="both old workers have answers")
-        engines = dict(cluster.workers)
-        engines[old[0]].kill()
-        for text, _ in await asyncio.gather(*asked):
-            assert text == before
+        asking = [succeeds(cluster, model="sql", max_tokens=300, cache_salt=str(i)) for i in range(4)]
+        async with beside(*asking) as asked:
+            await until(lambda: all(host.server.is_busy for host in old), what="both old workers have answers")
+            engines = dict(cluster.workers)
+            engines[old[0]].kill()
+            for text, _ in await asyncio.gather(*asked):
+                assert text == before
         # The other one leaves too: what begins now has the new files, and is the same for all.
         await old[1].drain()
         texts = {(await succeeds(cluster, model="sql", max_tokens=300, cache_salt=str(i)))[0] for i in range(3)}
@@ -210,12 +210,11 @@ async def test_while_an_adapter_changes_no_answer_is_of_two_of_its_files() -> No
 async def test_an_answer_whose_adapter_is_gone_ends_instead_of_changing() -> None:
     async with running(0, 1, adapters=ADAPTERS_OF) as cluster:
         ((_, engine),) = cluster.workers
-        asked = asyncio.create_task(post(cluster, model="sql", max_tokens=2000))
-        await until(lambda: bool(engine.stats().num_running), what="the answer has begun")
-        served = {**SERVED, "sql": {"path": "/adapters/sql-2"}}
-        await cluster.add_worker(MemberKind.DECODE, changed(cluster, adapters={"served": served}))
-        await cluster.ready()
-        engine.kill()
-        answer = await asked
-        assert answer.status_code == 503
+        async with beside(answered(post(cluster, model="sql", max_tokens=2000), 503)) as (asked,):
+            await until(lambda: bool(engine.stats().num_running), what="the answer has begun")
+            served = {**SERVED, "sql": {"path": "/adapters/sql-2"}}
+            await cluster.add_worker(MemberKind.DECODE, changed(cluster, adapters={"served": served}))
+            await cluster.ready()
+            engine.kill()
+            answer = await asked
         assert "with the files that the request began with, is connected" in answer.json()["error"]["message"]

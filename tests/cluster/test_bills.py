@@ -15,6 +15,7 @@ from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.membership.base import MemberKind
 from kvferry.tenancy.limits import LimitName, Limits
 from kvferry_sim.step_loop import Faults
+from support.beside import answered, beside
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
@@ -155,10 +156,9 @@ async def test_what_a_prefill_worker_found_cached_is_billed_so_where_no_output_c
         assert (await http.post("/v1/completions", json={**ASKED, "max_tokens": 2}, headers=headers)).status_code == 200
         (decode,) = cluster.engines(MemberKind.DECODE)
         decode.faults = Faults(stalled=True)
-        waiting = asyncio.create_task(http.post("/v1/completions", json={**ASKED, "max_tokens": 3}, headers=headers))
-        await until(lambda: any(use.prompt_tokens for use in gateway.admission.unfinished_uses()))
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
+        asking = http.post("/v1/completions", json={**ASKED, "max_tokens": 3}, headers=headers)
+        async with beside(answered(asking)):
+            await until(lambda: any(use.prompt_tokens for use in gateway.admission.unfinished_uses()))
         await until(lambda: not gateway.admission.num_in_flight)
     by_outcome = {row[0]: row[1:] for row in rows(tmp_path)}
     block_size = decode.info.block_size

@@ -15,6 +15,7 @@ from kvferry.engine.base import EngineOutput, EngineRequest
 from kvferry.link.identity import CONTINUE, FEATURES, Identity, ServedModel
 from kvferry.membership.base import MemberKind
 from kvferry_sim import SimEngine
+from support.beside import answered, beside
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
@@ -140,14 +141,15 @@ async def test_an_answer_goes_on_only_where_workers_go_on_exactly(monkeypatch: p
     monkeypatch.setattr("kvferry.worker.lifecycle.identity", lambda config, folder: old)
     async with running(0, 2, gateway={"tenants_in_etcd": True}) as cluster:
         headers = bearer(await tenant_with_key(cluster, "acme"))
-        asked = asyncio.create_task(ask(cluster, headers, max_tokens=2000, presence_penalty=0.5, ignore_eos=True))
         engines = cluster.engines(MemberKind.DECODE)
-        await until(lambda: any(engine.stats().num_generated_tokens > 20 for engine in engines))
-        next(engine for engine in engines if engine.stats().num_running).kill()
-        await until(lambda: cluster.metric("kvferry_continued_requests_total") == 1)
-        monkeypatch.setattr("kvferry.worker.lifecycle.identity", lambda config, folder: Identity())
-        await cluster.add_worker(MemberKind.DECODE)
-        answer = await asked
+        asking = ask(cluster, headers, max_tokens=2000, presence_penalty=0.5, ignore_eos=True)
+        async with beside(answered(asking)) as (asked,):
+            await until(lambda: any(engine.stats().num_generated_tokens > 20 for engine in engines))
+            next(engine for engine in engines if engine.stats().num_running).kill()
+            await until(lambda: cluster.metric("kvferry_continued_requests_total") == 1)
+            monkeypatch.setattr("kvferry.worker.lifecycle.identity", lambda config, folder: Identity())
+            await cluster.add_worker(MemberKind.DECODE)
+            answer = await asked
         assert answer.json()["usage"]["completion_tokens"] == 2000
         assert [request.turn is not None for request in seen] == [True, True]
         assert [request.continued is not None for request in seen] == [False, True]
@@ -177,30 +179,24 @@ async def test_a_model_change_never_answers_with_the_wrong_model() -> None:
         assert old is not None
         old_workers = list(cluster.workers)
         served: dict[str, set[str]] = {"old": set(), "new": set()}
-        ended = asyncio.Event()
 
-        async def load(url: str, revision: str) -> int:
-            num_answered = 0
+        async def load(url: str, revision: str) -> None:
             async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
-                while not ended.is_set():
+                while True:
                     answer = await http.post("/v1/completions", json=BODY, headers={"x-kvferry-debug": "1"})
                     assert answer.status_code == 200, answer.text
                     record = answer.json()["kvferry"]
                     served[revision] |= {record["decode_worker"], record["prefill_worker"]} - {None}
-                    num_answered += 1
-            return num_answered
 
-        loads = [asyncio.create_task(load(cluster.url, "old"))]
-        cluster.config = changed(cluster, model={"revision": "new"})
-        new_workers = [
-            await cluster.add_worker(kind) for kind in (MemberKind.PREFILL, MemberKind.DECODE, MemberKind.DECODE)
-        ]
-        new = await cluster.add_gateway()
-        await until(lambda: len(new.readiness().members) == 3)
-        loads.append(asyncio.create_task(load(cluster.url, "new")))
-        await until(lambda: len(served["new"]) >= 2 and len(served["old"]) >= 2)
-        ended.set()
-        assert all(num > 0 for num in await asyncio.gather(*loads))
+        async with beside(load(cluster.url, "old")):
+            cluster.config = changed(cluster, model={"revision": "new"})
+            new_workers = [
+                await cluster.add_worker(kind) for kind in (MemberKind.PREFILL, MemberKind.DECODE, MemberKind.DECODE)
+            ]
+            new = await cluster.add_gateway()
+            await until(lambda: len(new.readiness().members) == 3)
+            async with beside(load(cluster.url, "new")):
+                await until(lambda: len(served["new"]) >= 2 and len(served["old"]) >= 2)
         assert served["old"] <= {host.worker_id for host, _ in old_workers}
         assert served["new"] <= {host.worker_id for host, _ in new_workers}
 

@@ -21,6 +21,7 @@ from kvferry.worker import lifecycle as worker_host
 from kvferry.worker.lifecycle import WorkerHost
 from kvferry_sim import Faults, SimEngine, kv_cache
 from kvferry_sim.kv_transfer import PullFault
+from support.beside import answered, beside
 from support.tcp_relay import TcpRelay
 from support.waiting import PATIENCE_S, SOON_S, until
 
@@ -90,10 +91,10 @@ async def test_a_prefill_engine_killed_before_the_request(cluster: SimCluster, u
 async def test_a_prefill_engine_killed_during_prefill(cluster: SimCluster, undisturbed: str) -> None:
     prefill = the(cluster, MemberKind.PREFILL)
     prefill.faults = Faults(stalled=True)
-    asked = asyncio.create_task(succeeds(cluster))
-    await until(lambda: prefill.stats().num_waiting == 1, what="the prompt waits on the prefill engine")
-    prefill.kill()
-    text, record = await asked
+    async with beside(succeeds(cluster)) as (asked,):
+        await until(lambda: prefill.stats().num_waiting == 1, what="the prompt waits on the prefill engine")
+        prefill.kill()
+        text, record = await asked
     assert text == undisturbed
     assert "killed" in record["prefill_failure"]
     assert fallbacks(cluster, "engine_dead") == 1
@@ -103,10 +104,10 @@ async def test_a_prefill_engine_killed_during_prefill(cluster: SimCluster, undis
 async def test_a_prefill_worker_lost_during_prefill(cluster: SimCluster, undisturbed: str) -> None:
     prefill = the(cluster, MemberKind.PREFILL)
     prefill.faults = Faults(stalled=True)
-    asked = asyncio.create_task(succeeds(cluster))
-    await until(lambda: prefill.stats().num_waiting == 1, what="the prompt waits on the prefill engine")
-    await cluster.hosts(MemberKind.PREFILL)[0].stop()
-    text, record = await asked
+    async with beside(succeeds(cluster)) as (asked,):
+        await until(lambda: prefill.stats().num_waiting == 1, what="the prompt waits on the prefill engine")
+        await cluster.hosts(MemberKind.PREFILL)[0].stop()
+        text, record = await asked
     assert text == undisturbed
     assert record["prefill_failure"]
     assert fallbacks(cluster, "worker_lost") + fallbacks(cluster, "engine_dead") == 1
@@ -183,9 +184,9 @@ async def waiting_on_decode(cluster: SimCluster, **values: Any) -> AsyncIterator
     engines = cluster.engines(MemberKind.DECODE)
     for engine in engines:
         engine.faults = Faults(stalled=True)
-    asked = asyncio.create_task(succeeds(cluster, **values))
-    await until(lambda: any(e.stats().num_waiting for e in engines), what="a decode engine has the request")
-    yield asked, next(i for i, engine in enumerate(engines) if engine.stats().num_waiting)
+    async with beside(succeeds(cluster, **values)) as (asked,):
+        await until(lambda: any(e.stats().num_waiting for e in engines), what="a decode engine has the request")
+        yield asked, next(i for i, engine in enumerate(engines) if engine.stats().num_waiting)
 
 
 @pytest.mark.parametrize("how", ["engine", "worker", "stream"])
@@ -264,14 +265,14 @@ async def test_a_stream_that_lost_its_worker_waits_for_room(undisturbed: str) ->
             host.server._max_requests = 1
         for engine in engines:
             engine.faults = Faults(step_delay_s=0.05)
-        first, second = [asyncio.create_task(succeeds(cluster)) for _ in range(2)]
-        await until(lambda: all(engine.stats().num_running for engine in engines), what="both workers are full")
-        engines[0].kill()
-        # The other one has no room yet, and for a new request it never has.
-        await until(lambda: hosts[0].server.died.is_set())
-        assert (await post(cluster, max_tokens=1)).status_code == 429
-        engines[1].faults = Faults()
-        assert [text for text, _ in (await first, await second)] == [undisturbed] * 2
+        async with beside(succeeds(cluster), succeeds(cluster)) as (first, second):
+            await until(lambda: all(engine.stats().num_running for engine in engines), what="both workers are full")
+            engines[0].kill()
+            # The other one has no room yet, and for a new request it never has.
+            await until(lambda: hosts[0].server.died.is_set())
+            assert (await post(cluster, max_tokens=1)).status_code == 429
+            engines[1].faults = Faults()
+            assert [text for text, _ in (await first, await second)] == [undisturbed] * 2
         assert cluster.metric('kvferry_requests_total{endpoint="completions",status="429"}') == 1
 
 
@@ -405,14 +406,13 @@ async def test_stop_strings_match_across_the_loss_of_a_worker() -> None:
 
 async def test_a_sole_decode_worker_is_waited_for_when_it_is_lost(cluster: SimCluster) -> None:
     text, _ = await succeeds(cluster, max_tokens=LONG)
-    asked = asyncio.create_task(post(cluster, max_tokens=LONG))
     before = the(cluster, MemberKind.DECODE).stats().num_generated_tokens
-    await until(lambda: the(cluster, MemberKind.DECODE).stats().num_generated_tokens > before + 20)
-    the(cluster, MemberKind.DECODE).kill()
-    await cluster.ready(num_workers=1)
-    await cluster.add_worker(MemberKind.DECODE)
-    answer = await asked
-    assert answer.status_code == 200, answer.text
+    async with beside(answered(post(cluster, max_tokens=LONG))) as (asked,):
+        await until(lambda: the(cluster, MemberKind.DECODE).stats().num_generated_tokens > before + 20)
+        the(cluster, MemberKind.DECODE).kill()
+        await cluster.ready(num_workers=1)
+        await cluster.add_worker(MemberKind.DECODE)
+        answer = await asked
     assert answer.json()["choices"][0]["text"] == text
     (after,) = answer.json()["kvferry"]["continued_after"]
     assert 0 < after < LONG
@@ -436,11 +436,10 @@ async def test_without_another_decode_worker_a_stream_ends_in_an_error_event(n: 
 @pytest.mark.usefixtures("short_worker_wait")
 async def test_without_another_decode_worker_it_is_503_where_nothing_was_sent() -> None:
     async with running() as cluster:
-        asked = asyncio.create_task(post(cluster, max_tokens=5000))
-        await until(lambda: the(cluster, MemberKind.DECODE).stats().num_running == 1)
-        the(cluster, MemberKind.DECODE).kill()
-        answer = await asked
-        assert answer.status_code == 503
+        async with beside(answered(post(cluster, max_tokens=5000), 503)) as (asked,):
+            await until(lambda: the(cluster, MemberKind.DECODE).stats().num_running == 1)
+            the(cluster, MemberKind.DECODE).kill()
+            answer = await asked
         assert int(answer.headers["retry-after"]) >= 1
 
 
@@ -448,13 +447,12 @@ async def test_pages_that_no_decode_worker_takes_are_given_back(cluster: SimClus
     """The sole decode worker leaves while the prompt is computed; the lease would keep its pages for 30 s."""
     prefill, decode = the(cluster, MemberKind.PREFILL), cluster.hosts(MemberKind.DECODE)[0]
     prefill.faults = Faults(stalled=True)
-    asked = asyncio.create_task(post(cluster))
-    await until(lambda: prefill.stats().num_waiting == 1)
-    decode.server.refuse_new()
-    await cluster.ready(num_workers=1)
-    prefill.faults = Faults()
-    await until(lambda: prefill.stats().num_generated_tokens == 1, what="the prompt is computed")
-    asked.cancel()
+    async with beside(answered(post(cluster))):
+        await until(lambda: prefill.stats().num_waiting == 1)
+        decode.server.refuse_new()
+        await cluster.ready(num_workers=1)
+        prefill.faults = Faults()
+        await until(lambda: prefill.stats().num_generated_tokens == 1, what="the prompt is computed")
     await until(lambda: prefill.num_offers == 0, within_s=SOON_S, what="its pages are given back")
 
 
@@ -477,8 +475,10 @@ async def test_eight_streams_while_the_prefill_engine_is_killed(cluster: SimClus
         assert answer.status_code == 200
         return parse_events(answer.text)
 
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http:
-        asked = [asyncio.create_task(stream(http, i)) for i in range(8)]
+    async with (
+        httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S) as http,
+        beside(*(stream(http, i) for i in range(8))) as asked,
+    ):
         await until(lambda: the(cluster, MemberKind.DECODE).stats().num_generated_tokens > 0, what="one was ferried")
         prefill.kill()
         for events in await asyncio.gather(*asked):
@@ -540,11 +540,8 @@ async def test_a_client_that_leaves_leaves_nothing_behind(
             "transferring": lambda: decode.stats().num_waiting == n and decode.stats().num_pages_used > 0,
             "decoding": lambda: decode.stats().num_running == n and decode.stats().num_generated_tokens > n,
         }[when]
-        asked = asyncio.create_task(post(cluster, n=n, max_tokens=5000, stream=streamed))
-        await until(reached, what=when)
-        asked.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asked
+        async with beside(answered(post(cluster, n=n, max_tokens=5000, stream=streamed))):
+            await until(reached, what=when)
         await until(lambda: gateway.admission.num_in_flight == 0, what="the gateway let go")
         relay.backward.set()
         if when in ("prefilled", "prefilling"):

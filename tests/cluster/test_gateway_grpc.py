@@ -27,6 +27,7 @@ from kvferry.inference.v1 import inference_pb2_grpc
 from kvferry.membership.base import MemberKind
 from kvferry.util.addresses import free_port
 from kvferry_sim.membership import MemoryMembership
+from support.beside import beside
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
@@ -618,9 +619,9 @@ async def test_health_follows_readiness() -> None:
         assert (await refused(stub.Check(health_pb2.HealthCheckRequest(service="x")))).code() is (
             grpc.StatusCode.NOT_FOUND
         )
-        draining = asyncio.create_task(cluster.gateway.drain())
-        assert (await watched.read()).status == not_serving
-        await draining
+        async with beside(cluster.gateway.drain()) as (draining,):
+            assert (await watched.read()).status == not_serving
+            await draining
         # It listens no more, so that the next call goes to another gateway.
         await leave(channel)
         ended = (await refused(stub.Check(health_pb2.HealthCheckRequest()))).code()
@@ -631,15 +632,13 @@ async def test_a_gateway_that_lingers_is_not_ready_and_still_serves() -> None:
     async with running(gateway={"linger_s": 60}) as cluster, httpx.AsyncClient(base_url=cluster.url) as client:
         gateway = cluster.gateway
         assert gateway is not None
-        draining = asyncio.create_task(gateway.drain())
-        await until(lambda: not gateway.readiness().ready)
-        assert (await client.get("/readyz")).status_code == 503
-        for stream in (False, True):
-            body = {"model": "sim-model", "prompt": "still there?", "max_tokens": 4, "stream": stream}
-            answer = await client.post("/v1/completions", json=body)
-            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
-        draining.cancel()
-        await asyncio.gather(draining, return_exceptions=True)
+        async with beside(gateway.drain()):
+            await until(lambda: not gateway.readiness().ready)
+            assert (await client.get("/readyz")).status_code == 503
+            for stream in (False, True):
+                body = {"model": "sim-model", "prompt": "still there?", "max_tokens": 4, "stream": stream}
+                answer = await client.post("/v1/completions", json=body)
+                assert (answer.status_code, answer.headers["connection"]) == (200, "close")
 
 
 async def leave(channel: grpc.aio.Channel) -> None:
@@ -654,17 +653,17 @@ async def test_a_draining_gateway_refuses_and_finishes_what_it_has(cluster: SimC
         stub = stub_on(channel)
         chunks = aiter(stub.GenerateStream(sampled(max_tokens=300, ignore_eos=True)))
         await anext(chunks)
-        draining = asyncio.create_task(cluster.gateway.drain())
-        admission = cluster.gateway.admission
-        await until(lambda: admission.draining)
-        await leave(channel)
-        # Neither on this connection nor on a new one: the port may belong to another gateway by now.
-        error = await refused(stub.Generate(generate(sampling=GREEDY)))
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection("127.0.0.1", cluster.gateway.grpc.port)
-        assert (await everything(chunks))[-1].usage.completion_tokens == 300
-        await draining
+        async with beside(cluster.gateway.drain()) as (draining,):
+            admission = cluster.gateway.admission
+            await until(lambda: admission.draining)
+            await leave(channel)
+            # Neither on this connection nor on a new one: the port may belong to another gateway by now.
+            error = await refused(stub.Generate(generate(sampling=GREEDY)))
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", cluster.gateway.grpc.port)
+            assert (await everything(chunks))[-1].usage.completion_tokens == 300
+            await draining
 
 
 async def test_no_grpc_where_none_is_configured() -> None:

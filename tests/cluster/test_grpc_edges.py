@@ -22,6 +22,7 @@ from kvferry.gateway.grpc.grpc_server import SERVICE
 from kvferry.gateway.http import asgi, tls_handshake
 from kvferry.gateway.identity.key_file import new_key
 from kvferry.inference.v1 import inference_pb2 as pb
+from support.beside import beside
 from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
@@ -422,21 +423,18 @@ async def test_silent_health_calls_of_one_connection_hold_up_no_probe_of_another
                 call = channel.stream_stream(f"/grpc.health.v1.Health/{method}")()
                 await asyncio.gather(call.read(), return_exceptions=True)
 
-        silent_tasks = [asyncio.create_task(be_silent()) for _ in range(100)]
-        assert cluster.gateway is not None
-        health = cluster.gateway.grpc._health
-        reads = health._check_reads if method == "Check" else health._watch_reads
-        await until(lambda: reads._num_waiting == grpc_health._MAX_WAITING, what="the line is full")
-        probe: Any = health_pb2_grpc.HealthStub(other)
-        async with asyncio.timeout(SOON_S):
-            for _ in range(3):
-                await probe.Check(health_pb2.HealthCheckRequest())
-                watch = probe.Watch(health_pb2.HealthCheckRequest())
-                await watch.read()
-                watch.cancel()
-        for task in silent_tasks:
-            task.cancel()
-        await asyncio.gather(*silent_tasks, return_exceptions=True)
+        async with beside(*(be_silent() for _ in range(100))):
+            assert cluster.gateway is not None
+            health = cluster.gateway.grpc._health
+            reads = health._check_reads if method == "Check" else health._watch_reads
+            await until(lambda: reads._num_waiting == grpc_health._MAX_WAITING, what="the line is full")
+            probe: Any = health_pb2_grpc.HealthStub(other)
+            async with asyncio.timeout(SOON_S):
+                for _ in range(3):
+                    await probe.Check(health_pb2.HealthCheckRequest())
+                    watch = probe.Watch(health_pb2.HealthCheckRequest())
+                    await watch.read()
+                    watch.cancel()
 
 
 async def test_watchers_of_one_connection_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from kvferry.gateway.http import asgi, openai_endpoint
 from kvferry.gateway.http.openai_responses import encode
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.membership.base import MemberKind
+from support.beside import beside
 from support.hostile_inputs import HEAD
 from support.waiting import PATIENCE_S, SOON_S, until
 
@@ -73,16 +74,16 @@ async def test_a_client_that_never_reads_does_not_keep_its_place(monkeypatch: py
 async def test_a_client_that_leaves_while_it_does_not_read(cluster: SimCluster, n: int) -> None:
     assert cluster.gateway is not None
     client = Client({**BODY, "n": n}, reads=3)
-    serving = asyncio.create_task(cluster.gateway.app(client.scope(), client.receive, client.send))
-    await client.blocked.wait()
-    gc.disable()  # what the client left is released by whoever held it, not found later
-    try:
-        client.left.set()
-        async with asyncio.timeout(SOON_S):
-            await serving
-        await cluster.until_quiet()
-    finally:
-        gc.enable()
+    async with beside(cluster.gateway.app(client.scope(), client.receive, client.send)) as (serving,):
+        await client.blocked.wait()
+        gc.disable()  # what the client left is released by whoever held it, not found later
+        try:
+            client.left.set()
+            async with asyncio.timeout(SOON_S):
+                await serving
+            await cluster.until_quiet()
+        finally:
+            gc.enable()
 
 
 async def test_a_gateway_stops_though_a_client_does_not_read(cluster: SimCluster) -> None:

@@ -14,6 +14,7 @@ import pytest
 from kvferry.config import ClusterConfig
 from kvferry.engine.base import ANYBODY, Asker, ChatImage, RenderedPrompt
 from kvferry_sim import SimRenderer
+from support.beside import answered, beside
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
@@ -163,21 +164,20 @@ async def test_images_in_flight_are_limited_and_given_back_with_their_requests()
         admission = cluster.gateway.admission
         renderer.may_render.clear()
         large = image(url_of(PNG.ljust(600 << 10, b"\0")))
-        held = asyncio.create_task(post(http, large))
-        await until(lambda: len(renderer.seen) == 1)
-        assert admission.num_image_bytes == 600 << 10
-        assert f"kvferry_image_bytes_in_flight {600 << 10}.0" in (await http.get("/metrics")).text
-        refused = await post(http, large)
-        assert refused.status_code == 429
-        assert refused.headers["retry-after"] == "1"
-        assert "gateway.images.max_pending_mib allows 1048576" in refused.json()["error"]["message"]
-        # A client that leaves gives its place back.
-        left = asyncio.create_task(post(http, image(url_of(PNG))))
-        await until(lambda: len(renderer.seen) == 2)
-        left.cancel()
-        await until(lambda: admission.num_image_bytes == 600 << 10)
-        renderer.may_render.set()
-        assert (await held).status_code == 200
+        async with beside(answered(post(http, large))) as (held,):
+            await until(lambda: len(renderer.seen) == 1)
+            assert admission.num_image_bytes == 600 << 10
+            assert f"kvferry_image_bytes_in_flight {600 << 10}.0" in (await http.get("/metrics")).text
+            refused = await post(http, large)
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert "gateway.images.max_pending_mib allows 1048576" in refused.json()["error"]["message"]
+            # A client that leaves gives its place back.
+            async with beside(answered(post(http, image(url_of(PNG))))):
+                await until(lambda: len(renderer.seen) == 2)
+            await until(lambda: admission.num_image_bytes == 600 << 10)
+            renderer.may_render.set()
+            await held
         await until(lambda: admission.num_image_bytes == 0)
         assert (await post(http, large)).status_code == 200
 

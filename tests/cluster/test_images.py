@@ -23,6 +23,7 @@ from kvferry.link.identity import FEATURES, IMAGES, Identity
 from kvferry.membership.base import MemberKind
 from kvferry.router.request import Prompt, Request, RequestRecord
 from kvferry_sim import Faults, SimEngine
+from support.beside import beside
 from support.waiting import until
 
 from .conftest import SimCluster, running
@@ -126,14 +127,13 @@ async def test_images_that_wait_at_a_worker_have_a_limit(seeing: Seeing) -> None
         (host,), (engine,) = cluster.hosts(MemberKind.DECODE), cluster.engines(MemberKind.DECODE)
         host.server.image_room = room = ImageRoom(max_bytes=2 * len(IMAGE.features))
         engine.faults = Faults(stalled=True)
-        asked = [
-            asyncio.create_task(run(cluster, structs.replace(REQUEST, request_id=RequestId(f"r{i}")))) for i in range(4)
-        ]
-        await until(lambda: len(seeing.requests) == 2, what="two are on the engine")
-        await until(lambda: cluster.gateway._dispatcher.num_queued == 2, what="two wait at the gateway")  # type: ignore[union-attr]
-        assert room.num_bytes == 2 * len(IMAGE.features)
-        engine.faults = Faults()
-        tokens = [tokens for tokens, _ in await asyncio.gather(*asked)]
+        requests = [structs.replace(REQUEST, request_id=RequestId(f"r{i}")) for i in range(4)]
+        async with beside(*(run(cluster, request) for request in requests)) as asked:
+            await until(lambda: len(seeing.requests) == 2, what="two are on the engine")
+            await until(lambda: cluster.gateway._dispatcher.num_queued == 2, what="two wait at the gateway")  # type: ignore[union-attr]
+            assert room.num_bytes == 2 * len(IMAGE.features)
+            engine.faults = Faults()
+            tokens = [tokens for tokens, _ in await asyncio.gather(*asked)]
         assert tokens.count(tokens[0]) == 4
         assert room.num_bytes == 0
 

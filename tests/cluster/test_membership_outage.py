@@ -15,6 +15,7 @@ from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberKind
 from kvferry.worker.lifecycle import WorkerHost
 from kvferry.worker.server import WorkerServer
+from support.beside import beside
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
@@ -201,13 +202,13 @@ async def test_stopping_right_after_the_drain_loses_no_output() -> None:
 async def test_new_requests_are_503_while_the_only_decode_worker_drains() -> None:
     async with running() as cluster, streaming(cluster, 300) as pieces:
         (host,) = cluster.hosts(MemberKind.DECODE)
-        drained = asyncio.create_task(host.drain())
-        await until(lambda: host.server.draining)
-        answer = await ask(cluster)
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "no_decode_worker"
-        assert await finished_well(pieces)
-        assert await drained
+        async with beside(host.drain()) as (drained,):
+            await until(lambda: host.server.draining)
+            answer = await ask(cluster)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "no_decode_worker"
+            assert await finished_well(pieces)
+            assert await drained
 
 
 async def test_a_drain_that_takes_too_long_says_so() -> None:

@@ -12,6 +12,7 @@ import pytest
 from kvferry.client import AsyncClient, CallFailed
 from kvferry.membership.base import MemberKind
 from kvferry_sim import Faults
+from support.beside import answered, beside
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
@@ -70,21 +71,19 @@ async def test_the_line_is_first_come_first_served_and_has_a_limit() -> None:
         (engine,) = cluster.engines(MemberKind.DECODE)
         limit(cluster, MemberKind.DECODE, 1)
         engine.faults = Faults(stalled=True)
-        running_one = asyncio.create_task(post(cluster, 0))
-        await until(lambda: engine.stats().num_waiting == 1)
-        ended: list[int] = []
-        waiting = []
-        dispatcher = cluster.dispatcher
-        for number in range(1, 4):
-            task = asyncio.create_task(post(cluster, number))
-            task.add_done_callback(lambda _, number=number: ended.append(number))
-            waiting.append(task)
-            await until(lambda number=number: len(dispatcher._router.workers.queues.of("")) == number)
-        refused = await post(cluster, 4)
-        assert refused.status_code == 429
-        assert "gateway.max_queued_requests is 3 choices" in refused.json()["error"]["message"]
-        engine.faults = Faults()
-        assert [(await task).status_code for task in (running_one, *waiting)] == [200] * 4
+        async with asyncio.TaskGroup() as clients:
+            clients.create_task(answered(post(cluster, 0)))
+            await until(lambda: engine.stats().num_waiting == 1)
+            ended: list[int] = []
+            dispatcher = cluster.dispatcher
+            for number in range(1, 4):
+                task = clients.create_task(answered(post(cluster, number)))
+                task.add_done_callback(lambda _, number=number: ended.append(number))
+                await until(lambda number=number: len(dispatcher._router.workers.queues.of("")) == number)
+            refused = await post(cluster, 4)
+            assert refused.status_code == 429
+            assert "gateway.max_queued_requests is 3 choices" in refused.json()["error"]["message"]
+            engine.faults = Faults()
         assert ended == [1, 2, 3]
         assert len(dispatcher._router.workers.queues.of("")) == 0
 
@@ -92,10 +91,9 @@ async def test_the_line_is_first_come_first_served_and_has_a_limit() -> None:
 async def test_a_request_that_left_the_line_is_no_longer_in_it() -> None:
     async with running(1, 1) as cluster:
         limit(cluster, MemberKind.DECODE, 0)
-        asked = asyncio.create_task(post(cluster, 0))
         line = cluster.dispatcher._router.workers.queues.of("")
-        await until(lambda: len(line) == 1)
-        asked.cancel()
+        async with beside(answered(post(cluster, 0))):
+            await until(lambda: len(line) == 1)
         await until(lambda: len(line) == 0, what="the client is gone from the line")
         assert num_computed(cluster) == 0
 
@@ -103,10 +101,9 @@ async def test_a_request_that_left_the_line_is_no_longer_in_it() -> None:
 async def test_a_client_that_leaves_during_prefill_gives_its_place_back() -> None:
     async with running(1, 1, sim={"step_ms": 1.0, "prefill_tokens_per_s": 500.0}) as cluster:
         (decode,) = cluster.hosts(MemberKind.DECODE)
-        asked = asyncio.create_task(post(cluster, 0))
-        await until(lambda: decode.server.num_requests == 1, what="its place is reserved")
-        assert not decode.server.is_busy
-        asked.cancel()
+        async with beside(answered(post(cluster, 0))):
+            await until(lambda: decode.server.num_requests == 1, what="its place is reserved")
+            assert not decode.server.is_busy
         await until(lambda: decode.server.num_requests == 0, what="its place is free")
         await cluster.until_quiet()
 
@@ -134,20 +131,20 @@ async def test_a_call_whose_deadline_comes_before_its_turn_is_refused_before_it_
         limit(cluster, MemberKind.DECODE, 1)
         (engine,) = cluster.engines(MemberKind.DECODE)
         engine.faults = Faults(stalled=True)
-        asked = asyncio.create_task(post(cluster, 0))
-        await until(lambda: engine.stats().num_waiting == 1)
-        queue = cluster.dispatcher._router.workers.queues.of("")
-        now_s = queue.now_s()
-        for i in range(8):  # one completion every two seconds
-            queue.completions.add(now_s - 16.0 + 2.0 * i)
-        assert cluster.gateway is not None
-        async with AsyncClient(f"127.0.0.1:{cluster.gateway.grpc.port}") as client:
-            with pytest.raises(CallFailed) as refused:
-                await client.generate(prompt(1), timeout_s=1.0)
-        assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "no room is expected within the" in refused.value.message
-        engine.faults = Faults()
-        assert (await asked).status_code == 200
+        async with beside(answered(post(cluster, 0))) as (asked,):
+            await until(lambda: engine.stats().num_waiting == 1)
+            queue = cluster.dispatcher._router.workers.queues.of("")
+            now_s = queue.now_s()
+            for i in range(8):  # one completion every two seconds
+                queue.completions.add(now_s - 16.0 + 2.0 * i)
+            assert cluster.gateway is not None
+            async with AsyncClient(f"127.0.0.1:{cluster.gateway.grpc.port}") as client:
+                with pytest.raises(CallFailed) as refused:
+                    await client.generate(prompt(1), timeout_s=1.0)
+            assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "no room is expected within the" in refused.value.message
+            engine.faults = Faults()
+            await asked
 
 
 @pytest.mark.parametrize("waits_for_its_prompt", [False, True])
@@ -172,16 +169,16 @@ async def test_a_preempted_request_is_not_refused_as_a_new_one_is(waits_for_its_
                 body = {**BODY, "prompt": f"{prompt(number)} {words}", "max_tokens": max_tokens}
                 return await http.post("/v1/completions", json=body, headers=bearer(keys[name]))
 
-        hogs = [asyncio.create_task(ask("hog", number, 100)) for number in range(4)]
         (host,) = cluster.hosts(MemberKind.DECODE)
-        if waits_for_its_prompt:
-            await until(lambda: host.server.num_requests == 4)
-        else:
-            await until(lambda: engine.stats().num_running == 4)
-            await asyncio.sleep(0.3)  # a stream has its slot for so long at least
-        hogs.append(asyncio.create_task(ask("hog", 4, 4)))
-        await until(lambda: cluster.dispatcher.num_queued == 1)
-        gold = await asyncio.gather(*(ask("gold", number, 20) for number in range(5, 7)))
-        answers = [*gold, *await asyncio.gather(*hogs)]
-        assert [answer.status_code for answer in answers[:-1]] == [200] * 6, [answer.text[:300] for answer in answers]
+        async with asyncio.TaskGroup() as clients:
+            for number in range(4):
+                clients.create_task(answered(ask("hog", number, 100)))
+            if waits_for_its_prompt:
+                await until(lambda: host.server.num_requests == 4)
+            else:
+                await until(lambda: engine.stats().num_running == 4)
+                await asyncio.sleep(0.3)  # a stream has its slot for so long at least
+            clients.create_task(ask("hog", 4, 4))
+            await until(lambda: cluster.dispatcher.num_queued == 1)
+            await asyncio.gather(*(answered(ask("gold", number, 20)) for number in range(5, 7)))
         assert cluster.metric("kvferry_preempted_requests_total") >= 1

@@ -19,6 +19,7 @@ from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.util.shared_memory import recorded
+from support.beside import beside
 from support.local_machine import (
     Machine,
     a_machine,
@@ -358,12 +359,12 @@ async def test_a_killed_prefill_engine_costs_no_request_and_comes_back(machine: 
                 finish = chunk.choices[0].finish_reason or finish
             answered.append((text, finish))
 
-        streams = [asyncio.create_task(stream(prompt)) for prompt in prompts]
-        # Some decode, the others still wait for the prefill engine: now it dies.
-        for _ in range(2):
-            await first_tokens.acquire()
-        kill_engine(before)
-        await asyncio.gather(*streams)
+        async with beside(*(stream(prompt) for prompt in prompts)) as streams:
+            # Some decode, the others still wait for the prefill engine: now it dies.
+            for _ in range(2):
+                await first_tokens.acquire()
+            kill_engine(before)
+            await asyncio.gather(*streams)
     assert len(answered) == 8
     assert [finish for _, finish in answered] == ["length"] * 8
     assert all(text for text, _ in answered)

@@ -19,6 +19,7 @@ from kvferry.link.identity import Identity, ServedModel
 from kvferry.membership.base import MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.router.request import Request
+from support.beside import answered, beside
 from support.waiting import SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
@@ -306,27 +307,24 @@ async def test_a_model_is_replaced_under_load_and_no_request_fails() -> None:
         gateway = cluster.gateway
         assert gateway is not None
         engines_of_beta = {engine.info.engine_id for host, engine in cluster.workers if "beta@" in host.member.pool}
-        is_over = False
-        answered: Counter[str] = Counter()
+        num_answered: Counter[str] = Counter()
 
         async def load(model: str, number: int) -> None:
             for i in itertools.count(number):
-                if is_over:
-                    return
                 prompt = prompts[i % len(prompts)]
                 answer = await ask(http, model=model, prompt=prompt, **body)
                 assert answer.status_code == 200, answer.text
                 pool = answer.json()["kvferry"]["pool"]
                 assert pool in (("beta",) if model == "Beta-7B" else ("alpha", "alpha-2"))
                 assert answer.json()["choices"][0]["text"] == texts[pool, prompt], "a token of the wrong model"
-                answered[pool] += 1
+                num_answered[pool] += 1
 
         def has_answered(pool: str) -> Any:
-            goal = answered[pool] + 12
-            return until(lambda: answered[pool] >= goal, what=f"more answers of {pool}")
+            goal = num_answered[pool] + 12
+            return until(lambda: num_answered[pool] >= goal, what=f"more answers of {pool}")
 
-        clients = [asyncio.create_task(load(name, i)) for i in range(3) for name in ("alpha", "org/one", "Beta-7B")]
-        try:
+        loads = [load(name, i) for i in range(3) for name in ("alpha", "org/one", "Beta-7B")]
+        async with beside(*loads):
             await has_answered("alpha")
             await change(cluster, models=[ALPHA, BETA, new])
             for kind in (MemberKind.PREFILL, MemberKind.DECODE):
@@ -343,17 +341,14 @@ async def test_a_model_is_replaced_under_load_and_no_request_fails() -> None:
             old = [host for host, _ in cluster.workers if host.member.pool.startswith("alpha@")]
             await change(cluster, models=[BETA, heir])
             await asyncio.gather(*(host.drain() for host in old))
-            before = answered["alpha"]
+            before = num_answered["alpha"]
             await has_answered("alpha-2")
-            assert answered["alpha"] <= before + len(clients)
+            assert num_answered["alpha"] <= before + len(loads)
             refused = await ask(http, model="first")
             assert refused.status_code == 404
             assert refused.json()["error"]["message"].endswith("served here: Beta-7B, alpha-2, alpha, org/one")
-        finally:
-            is_over = True
-            await asyncio.gather(*clients)
-        assert answered["alpha"]
-        assert answered["beta"] >= 12
+        assert num_answered["alpha"]
+        assert num_answered["beta"] >= 12
         assert engines_of_beta == {
             engine.info.engine_id
             for host, engine in cluster.workers
@@ -370,19 +365,19 @@ async def test_a_changed_entry_answers_with_its_earlier_model_until_the_new_one_
     async with running(0, 0, models=[ALPHA]) as cluster, client(cluster) as http:
         gateway = cluster.gateway
         assert gateway is not None
-        begun = asyncio.create_task(ask(http, model="alpha", prompt=prompt, **body))
-        await until(lambda: any(engine.stats().num_running for engine in cluster.engines(MemberKind.DECODE)))
-        await change(cluster, models=[changed])
-        answer = await ask(http, model="alpha", prompt=prompt, **body)
-        assert answer.json()["choices"][0]["text"] == old_text, "the new one has no workers"
-        for kind in (MemberKind.PREFILL, MemberKind.DECODE):
-            await cluster.add_model_worker(kind, "alpha")
-        await until(lambda: gateway.readiness().pools["alpha"] == {"prefill": 1, "decode": 1})
-        answer = await ask(http, model="alpha", prompt=prompt, **body)
-        assert answer.json()["choices"][0]["text"] == new_text
-        assert (await begun).json()["choices"][0]["text"] == old_text, (
-            "in flight, it stays with the model it began with"
-        )
+        async with beside(answered(ask(http, model="alpha", prompt=prompt, **body))) as (begun,):
+            await until(lambda: any(engine.stats().num_running for engine in cluster.engines(MemberKind.DECODE)))
+            await change(cluster, models=[changed])
+            answer = await ask(http, model="alpha", prompt=prompt, **body)
+            assert answer.json()["choices"][0]["text"] == old_text, "the new one has no workers"
+            for kind in (MemberKind.PREFILL, MemberKind.DECODE):
+                await cluster.add_model_worker(kind, "alpha")
+            await until(lambda: gateway.readiness().pools["alpha"] == {"prefill": 1, "decode": 1})
+            answer = await ask(http, model="alpha", prompt=prompt, **body)
+            assert answer.json()["choices"][0]["text"] == new_text
+            assert (await begun).json()["choices"][0]["text"] == old_text, (
+                "in flight, it stays with the model it began with"
+            )
 
 
 @pytest.mark.usefixtures("short_worker_wait")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -18,6 +16,7 @@ from kvferry.router import usage
 from kvferry.tenancy.limits import LimitName
 from kvferry.worker import turns
 from kvferry.worker.turns import Turns
+from support.beside import beside
 from support.waiting import PATIENCE_S, until
 
 from .conftest import MODEL, SimCluster, running
@@ -47,19 +46,8 @@ async def flood(
                 assert answer.status_code == 200, answer.text
                 done[name] += 1
 
-        async with asyncio.TaskGroup() as clients:
-            for number in range(num_clients):
-                clients.create_task(client(number))
-
-
-@asynccontextmanager
-async def beside(clients: list[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run clients until the body ends; the first that fails ends it."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each) for each in clients]
-        yield
-        for task in tasks:
-            task.cancel()
+        async with beside(*(client(number) for number in range(num_clients))):
+            await asyncio.Event().wait()
 
 
 async def two_gateways(cluster: SimCluster) -> tuple[GatewayHost, GatewayHost]:
@@ -86,7 +74,7 @@ async def measured_shares(cluster: SimCluster, body: dict[str, Any], num_answers
         flood(first, keys["gold"], "gold", done, NUM_CLIENTS, body),
         flood(second, keys["noise"], "noise", done, NUM_CLIENTS, body),
     ]
-    async with beside(floods):
+    async with beside(*floods):
         await until(lambda: min(done["gold"], done["noise"]) > 8)
         before = Counter(done)
         await until(lambda: (done - before).total() >= num_answers)
@@ -127,7 +115,7 @@ async def test_a_share_that_is_changed_counts_for_requests_from_then_on() -> Non
             flood(gateway, keys[name], name, done, NUM_CLIENTS, body)
             for gateway, name in zip(cluster.gateways, keys, strict=True)
         ]
-        async with beside(floods):
+        async with beside(*floods):
             # Requests that were queued with the old share are gone.
             await until(lambda: min(done["gold"], done["noise"]) > 24)
             before = Counter(done)
@@ -148,7 +136,7 @@ async def test_a_tenant_under_its_share_does_not_wait_behind_anothers_queue() ->
         done: Counter[str] = Counter()
         passed = []
         async with (
-            beside([flood(second, keys["noise"], "noise", done, 60, body)]),
+            beside(flood(second, keys["noise"], "noise", done, 60, body)),
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{first.port}", timeout=PATIENCE_S) as http,
         ):
             await until(lambda: done["noise"] > 60)
@@ -183,7 +171,7 @@ async def test_reports_of_what_waits_are_small_however_many_tenants_wait(monkeyp
             links = [link for kind in WORKER_KINDS for link in gateway.worker_pool.links(kind)]
             return [link.stats.backlogs for link in links if link.stats.backlogs is not None]
 
-        async with beside([flood(gateway, keys[name], name, done, 4, body) for name in names]):
+        async with beside(*(flood(gateway, keys[name], name, done, 4, body) for name in names)):
             await until(lambda: any(report.others for report in reports()))
             for report in reports():
                 assert len(report.by_tenant) <= 4
@@ -209,7 +197,7 @@ async def test_workers_hear_what_tenants_got_elsewhere_from_one_gateway(monkeypa
         first, second = await two_gateways(cluster)
         done: Counter[str] = Counter()
         queues = {host.worker_id: host.server._turns for host in cluster.hosts(MemberKind.PREFILL)}
-        async with beside([flood(gateway, key, "gold", done, NUM_CLIENTS, body) for gateway in (first, second)]):
+        async with beside(*(flood(gateway, key, "gold", done, NUM_CLIENTS, body) for gateway in (first, second))):
             await until(lambda: sum(got.get("gold", 0.0) for _, got, _ in heard) > 1000.0)
         assert {each for each, _, _ in heard} == set(queues.values())
         assert {num for _, _, num in heard} == {2}
@@ -258,7 +246,7 @@ async def test_a_flood_leaves_places_for_others_on_workers_and_in_the_line() -> 
                     if answer.status_code == 429:
                         await asyncio.sleep(0.05)
 
-        async with beside([noise(each, number) for each in (first, second) for number in range(60)]):
+        async with beside(*(noise(each, number) for each in (first, second) for number in range(60))):
             await until(lambda: statuses[200] > 50 and statuses[429] > 20)
             for gateway in (first, second):
                 async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=PATIENCE_S) as http:

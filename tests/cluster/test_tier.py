@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import errno
 import tempfile
@@ -27,6 +26,7 @@ from kvferry_keeper.volumes import volume_io
 from kvferry_local.authority import make_certificates
 from kvferry_sim import SimEngine
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
+from support.beside import beside
 from support.tier_keeper import SwitchableIo
 from support.waiting import PATIENCE_S, until
 
@@ -274,31 +274,18 @@ class Load:
     def __init__(self, cluster: SimCluster) -> None:
         self._cluster = cluster
         self._texts: dict[int, str] = {}
-        self._tasks: list[asyncio.Task[None]] = []
         self.num_answered = 0
 
     async def begin(self) -> None:
         for i in range(self.NUM_PROMPTS):
             self._texts[i], _ = await ask(self._cluster, self._prompt(i))
-        self._tasks = [asyncio.create_task(self._run(client)) for client in range(self.NUM_CLIENTS)]
 
     async def some_more(self) -> None:
-        """Requests were begun and answered from now on; raises what one of them did not get."""
+        """Requests were begun and answered from now on."""
         before = self.num_answered
-        await until(
-            lambda: self.num_answered >= before + 4 * self.NUM_CLIENTS or any(task.done() for task in self._tasks)
-        )
-        for task in self._tasks:
-            if task.done():
-                task.result()
+        await until(lambda: self.num_answered >= before + 4 * self.NUM_CLIENTS)
 
-    async def end(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        for ended in await asyncio.gather(*self._tasks, return_exceptions=True):
-            assert isinstance(ended, asyncio.CancelledError), ended
-
-    async def _run(self, client: int) -> None:
+    async def run(self, client: int) -> None:
         number = client
         while True:
             text, _ = await ask(self._cluster, self._prompt(number % self.NUM_PROMPTS))
@@ -344,38 +331,38 @@ async def test_a_volume_that_hangs_fills_or_disappears_under_load_fails_nobody(
                 await until(lambda: loaded() > before, what="pages loaded from the volume")
                 await until(lambda: shown("readable") == shown("writable") == 1, what="metrics of a volume of use")
 
-            await until(lambda: bool(gateway.keeper_volumes.states()))
-            await is_of_use()
+            async with beside(*(load.run(client) for client in range(load.NUM_CLIENTS))):
+                await until(lambda: bool(gateway.keeper_volumes.states()))
+                await is_of_use()
 
-            hanging = Fault(until=threading.Event())
-            io.operation_to_fault = {Operation.READ: hanging, Operation.WRITE: hanging}
-            await until(lambda: shown("readable") == shown("writable") == 0, what="metrics of a volume that hangs")
-            await load.some_more()
-            io.operation_to_fault = {}
-            hanging.until.set()
-            await until(lambda: shown("readable") == 1, what="the volume that hung")
-            await load.some_more()
-            await is_of_use()
-            num_trips = shown("breaker_trips_total")
-            assert num_trips >= 2
+                hanging = Fault(until=threading.Event())
+                io.operation_to_fault = {Operation.READ: hanging, Operation.WRITE: hanging}
+                await until(lambda: shown("readable") == shown("writable") == 0, what="metrics of a volume that hangs")
+                await load.some_more()
+                io.operation_to_fault = {}
+                hanging.until.set()
+                await until(lambda: shown("readable") == 1, what="the volume that hung")
+                await load.some_more()
+                await is_of_use()
+                num_trips = shown("breaker_trips_total")
+                assert num_trips >= 2
 
-            io.operation_to_fault = {Operation.WRITE: Fault(errno.ENOSPC)}
-            await until(lambda: shown("writable") == 0, what="metrics of a full drive")
-            await load.some_more()
-            assert shown("readable") == 1
-            io.operation_to_fault = {}
-            await until(lambda: shown("writable") == 1, what="the drive that was full")
-            await is_of_use()
+                io.operation_to_fault = {Operation.WRITE: Fault(errno.ENOSPC)}
+                await until(lambda: shown("writable") == 0, what="metrics of a full drive")
+                await load.some_more()
+                assert shown("readable") == 1
+                io.operation_to_fault = {}
+                await until(lambda: shown("writable") == 1, what="the drive that was full")
+                await is_of_use()
 
-            (tmp_path / "volume").rename(tmp_path / "unmounted")
-            await until(lambda: shown("readable") == 0, what="metrics of a volume that is gone")
-            await load.some_more()
-            (tmp_path / "unmounted").rename(tmp_path / "volume")
-            await until(lambda: shown("readable") == 1, what="the volume that was gone")
-            await load.some_more()
-            await is_of_use()
-            assert shown("breaker_trips_total") > num_trips
-            await load.end()
+                (tmp_path / "volume").rename(tmp_path / "unmounted")
+                await until(lambda: shown("readable") == 0, what="metrics of a volume that is gone")
+                await load.some_more()
+                (tmp_path / "unmounted").rename(tmp_path / "volume")
+                await until(lambda: shown("readable") == 1, what="the volume that was gone")
+                await load.some_more()
+                await is_of_use()
+                assert shown("breaker_trips_total") > num_trips
         finally:
             await host.stop()
         for volume in host._volumes:

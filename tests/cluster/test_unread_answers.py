@@ -14,6 +14,7 @@ import uvloop
 
 from kvferry.gateway import unread_answers
 from kvferry.gateway.unread_answers import STALL_S, UnreadAnswers
+from support.beside import beside
 from support.waiting import until
 
 from .conftest import MODEL, SimCluster, connect, running
@@ -153,14 +154,14 @@ async def test_a_draining_gateway_waits_until_answers_are_read(certificates: Cer
         assert cluster.gateway is not None
         reader, writer = await ask(cluster, tls=certificates.context() if has_tls else None)
         await left_unread(cluster)
-        draining = asyncio.create_task(cluster.gateway.drain())
-        await until(lambda: not cluster.gateway.readiness().ready and cluster.gateway.admission.draining)
-        assert not cluster.gateway.admission.num_in_flight
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not draining.done()
-        reading = asyncio.create_task(reader.read())
-        await draining
+        async with beside(cluster.gateway.drain()) as (draining,):
+            await until(lambda: not cluster.gateway.readiness().ready and cluster.gateway.admission.draining)
+            assert not cluster.gateway.admission.num_in_flight
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not draining.done()
+            reading = asyncio.create_task(reader.read())
+            await draining
         await cluster.gateway.stop()
         head, _, body = (await reading).partition(b"\r\n\r\n")
         assert f"content-length: {len(body)}\r\n".encode() in head

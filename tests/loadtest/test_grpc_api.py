@@ -16,6 +16,7 @@ from kvferry_loadtest.plan import AnswerOf, Message, Plan, PlannedRequest, Reque
 from kvferry_loadtest.record import Outcome, Record
 from kvferry_loadtest.run import apis_of, look_at
 from kvferry_loadtest.wire import inference_pb2 as pb
+from support.beside import beside
 from support.waiting import PATIENCE_S, until
 
 SAMPLING = Sampling(model="fake")
@@ -159,11 +160,9 @@ async def test_a_cancelled_run_cancels_its_calls() -> None:
     async with serving(ttft_ms=60_000.0) as (server, url):
         api = GrpcApi(url)
         engine = Engine(planned({"arrival_s": 0.0}), [api], SAMPLING, loop_kind="open")
-        task = asyncio.create_task(engine.run())
-        await until(lambda: server.num_requests == 1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        async with beside(engine.run()) as (running,):
+            await until(lambda: server.num_requests == 1)
+        assert running.cancelled()
         assert engine.num_in_flight == 0
         assert engine.records[0].outcome is Outcome.SKIPPED
         await api.close()
