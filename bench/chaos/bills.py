@@ -20,8 +20,8 @@ from bench.chaos.receipts import Ending, Receipt
 from bench.chaos.work import Attempt, End, read_attempts
 from bench.results import BenchFailed
 from kvferry.gateway.usage.usage_log import UNFINISHED, UsageRecord, read
-from kvferry.gateway.usage.usage_totals import totals
 from kvferry.membership.base import MemberKind
+from kvferry_tenants.usage_totals import totals
 
 LOSS_S: Final = 10.0  # of each answer, that a gateway which is killed may leave out of its records
 # A gateway that is killed so soon after an answer's end may not have written its record yet.

@@ -171,6 +171,7 @@ def _print_explanation(console: Console, request: dict[str, Any]) -> None:
         f"{request['request_id']}: {_sources(request)}, {request['ferried_pages']} pages ferried"
         + (f", in pool {request['pool']}" if request.get("pool") else "")
         + (f", continued after {request['continued_after']} tokens" if request["continued_after"] else "")
+        + (f", {state} now" if (state := request.get("state", "ended")) != "ended" else "")
         + (f", preempted {request['num_preemptions']} times" if request.get("num_preemptions") else "")
         + (f"\nlost under it: {', '.join(request['lost_workers'])}" if request.get("lost_workers") else "")
         + (f"\nprefill failed: {request['prefill_failure']}" if request["prefill_failure"] else "")

@@ -324,7 +324,7 @@ async def apply_file(admin: TenantAdmin, source: Path, dry_run: bool, prune: boo
 @click.option("--csv", "as_csv", is_flag=True, help="A line for each day, tenant and outcome, for programs.")
 def usage(folder: Path, begin: datetime | None, end: datetime | None, name: str | None, as_csv: bool) -> None:
     from kvferry.gateway.usage.usage_log import check_folder
-    from kvferry.gateway.usage.usage_totals import COLUMNS, totals
+    from kvferry_tenants.usage_totals import COLUMNS, totals
 
     begin_s, end_s = (None if each is None else each.replace(tzinfo=UTC).timestamp() for each in (begin, end))
     try:

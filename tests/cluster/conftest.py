@@ -20,7 +20,7 @@ from kvferry.config import ClusterConfig
 from kvferry.engine.base import Renderer
 from kvferry.gateway.lifecycle import GatewayHost, build_renderer
 from kvferry.membership.base import WORKER_KINDS, MemberKind
-from kvferry.router import request_placer
+from kvferry.router import request_run
 from kvferry.router.dispatch import Dispatcher
 from kvferry.worker.lifecycle import WorkerHost, build_engine
 from kvferry_sim import SimEngine
@@ -192,7 +192,7 @@ async def cluster() -> AsyncIterator[SimCluster]:
 @pytest.fixture
 def short_worker_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that lost its decode worker waits less than a second for another one."""
-    monkeypatch.setattr(request_placer, "WORKER_WAIT_S", 0.3)
+    monkeypatch.setattr(request_run, "WORKER_WAIT_S", 0.3)
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import grpc
 import httpx
 import pytest
 
-from kvferry.gateway.usage.usage_totals import totals
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.membership.base import MemberKind
 from kvferry.tenancy.limits import LimitName, Limits
 from kvferry_sim.step_loop import Faults
+from kvferry_tenants.usage_totals import totals
 from support.beside import answered, beside
 from support.waiting import PATIENCE_S, until
 

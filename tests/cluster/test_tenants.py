@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 from kvferry.cli import main
-from kvferry.gateway.usage.usage_totals import totals
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.observability.telemetry import TENANT_REQUESTS, TENANT_TOKEN_KINDS, TENANT_TOKENS
 from kvferry_sim.membership import MemoryMembership
 from kvferry_tenants.admin import TenantAdmin
+from kvferry_tenants.usage_totals import totals
 from support.beside import answered, beside
 from support.waiting import PATIENCE_S, SOON_S, until
 

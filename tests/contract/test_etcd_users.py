@@ -10,7 +10,7 @@ from bench.etcd_server import EtcdServer
 from kvferry.config import MembershipConfig, parse
 from kvferry.errors import ConfigError, UnavailableError
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.membership.etcd_users import ensure_users
+from kvferry_tenants.etcd_users import ensure_users
 
 
 async def may_read(config: MembershipConfig) -> bool:

@@ -15,8 +15,9 @@ from kvferry import cli
 from kvferry.cli import main
 from kvferry.engine.base import CachedTokens, EngineOutput, PromptSources
 from kvferry.gateway.generation import record_values
+from kvferry.gateway.record_views import explained
 from kvferry.membership.base import Member, MemberId, MemberKind
-from kvferry.router.request import RequestRecord
+from kvferry.router.request import RequestRecord, RequestState
 from kvferry_local import cluster
 from kvferry_local.child import StartFailed
 from kvferry_local.commands import _print_explanation
@@ -181,6 +182,17 @@ def test_the_explanation_shows_what_a_gateway_recorded(capsys: pytest.CaptureFix
     assert "0 pages ferried" in said
     assert "0 by a KV transfer, from its CPU tier or from a volume" in said
     assert "ended with an error: request_quarantined" in said
+    assert "now" not in said, "what an earlier gateway does not say"
+
+
+@pytest.mark.parametrize(("state", "words"), [(RequestState.DECODING, "decoding now"), (RequestState.ENDED, "")])
+def test_the_explanation_of_a_request_that_goes_on_says_where_it_is(
+    capsys: pytest.CaptureFixture[str], state: RequestState, words: str
+) -> None:
+    _print_explanation(Console(width=200), explained(RequestRecord(state=state)))
+    said = capsys.readouterr().out
+    assert words in said
+    assert words or "now" not in said
 
 
 def test_a_quality_report_is_checked_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
     "user/limits.md": [
         ("| {} grammars wait to be tried", "engine.grammar_checks:MAX_WAITING"),
         ("| {} chats with images wait to be rendered", "engine.image_chats:MAX_WAITING"),
-        ("at once; after {} s if the request lost its worker", "router.request_placer:WORKER_WAIT_S"),
+        ("at once; after {} s if the request lost its worker", "router.request_run:WORKER_WAIT_S"),
         ("until the start is {} s old", "engine.fork_process:_SLOW_START_S"),
         ("a body is still arriving after {} s", "gateway.admission:PATIENCE_S"),
         ("from the last completions: 1 to {}, and 1", "router.room_queue:MAX_RETRY_AFTER_S"),
@@ -222,7 +222,7 @@ FIGURES: dict[str, list[tuple[str, ...]]] = {
         ("with {} MiB waiting, its requests", "link.outgoing_queue:MAX_PENDING_BYTES/MiB"),
         ("after {} s of silence its link ends", "link.flow_control:SILENCE_LIMIT_S"),
         ("with {} MiB unread; its request ends", "gateway.unread_answers:MAX_STREAM_BYTES/MiB"),
-        ("none that has room, the request waits {} s", "router.request_placer:WORKER_WAIT_S"),
+        ("none that has room, the request waits {} s", "router.request_run:WORKER_WAIT_S"),
         ("nothing heard for {} s ends the link", "link.flow_control:SILENCE_LIMIT_S"),
         ("the only one on the engine | {} such losses |", "router.engine_losses:MAX_LOSSES"),
         (

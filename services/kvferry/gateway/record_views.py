@@ -43,6 +43,7 @@ def explained(record: RequestRecord) -> dict[str, Any]:
     return {
         "request_id": record.request_id,
         **record_values(record),
+        "state": record.state.value,
         "error_code": record.error_code or None,
         "unequal_pages": record.unequal_pages or None,
         "num_preemptions": record.num_preemptions,

@@ -22,7 +22,6 @@ from kvferry.errors import (
     Quarantined,
     RequestError,
     UnavailableError,
-    WorkerDraining,
     WorkerLost,
 )
 from kvferry.link.identity import CONTINUE
@@ -37,15 +36,9 @@ from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement_policy import Measured, Policy
 from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import NO_VOLUMES, VolumeCosts
-from kvferry.router.request import Answer, Request, RequestRecord, set_answer_attributes
-from kvferry.router.request_placer import (
-    NOT_TRIED,
-    KeptPages,
-    PlacedAttempt,
-    RequestPlacer,
-    Router,
-    no_decode_worker,
-)
+from kvferry.router.request import Answer, Request, RequestRecord, RequestState, set_answer_attributes
+from kvferry.router.request_placer import NOT_TRIED, PlacedAttempt, RequestPlacer, Router, no_decode_worker
+from kvferry.router.request_run import KeptPages, RequestRun, engine_of
 from kvferry.router.room_queue import ASK_AGAIN_S
 from kvferry.router.worker_pool import WorkerPool
 
@@ -115,11 +108,10 @@ class Dispatcher:
         """
         record.request_id = request.request_id
         self._recent.append(record)
-        router = self._router
+        router, run = self._router, RequestRun(Answer(request, on_output, record, on_text), record)
         try:
             router.refuse_quarantined(request)
-            answer = Answer(request, on_output, record, on_text)
-            await _RequestRun(router, answer, record, may_be_aggregated=may_be_aggregated).run()
+            await _Attempts(router, run, may_be_aggregated=may_be_aggregated).run()
         except KvferryError as error:
             record.error_code = error.code or ""
             if isinstance(error, Quarantined):
@@ -128,6 +120,8 @@ class Dispatcher:
                     log.error("request %s of tenant %s: %s", request.request_id, record.tenant, error.message)
                 await self._until_told(request)
             raise
+        finally:
+            run.end()
 
     def _put_in_quarantine(self, request: Request) -> None:
         router, digest, now_s = self._router, digest_of(request), time.monotonic()
@@ -150,12 +144,13 @@ class Dispatcher:
 # too long.
 
 
-class _RequestRun:
-    def __init__(self, router: Router, answer: Answer, record: RequestRecord, *, may_be_aggregated: bool) -> None:
+class _Attempts:
+    def __init__(self, router: Router, run: RequestRun, *, may_be_aggregated: bool) -> None:
         self._router = router
-        self._answer = answer
-        self._record = record
-        self._placer = RequestPlacer(router, answer, record, may_be_aggregated=may_be_aggregated)
+        self._run = run
+        self._answer = run.answer
+        self._record = run.record
+        self._placer = RequestPlacer(router, run, may_be_aggregated=may_be_aggregated)
 
     async def run(self) -> None:
         try:
@@ -167,24 +162,24 @@ class _RequestRun:
             self._record.trace = None  # the record is remembered for longer than its request
 
     async def _try_once(self) -> bool:
-        router, losses = self._router, self._placer.losses
+        router, run, losses = self._router, self._run, self._run.losses
         if router.workers.losses.knows_blamed(time.monotonic()) and not losses.has_answered:
-            router.workers.losses.adopt_blame(self._placer.digest, losses)
+            router.workers.losses.adopt_blame(run.digest, losses)
         self._answer.begin_attempt(is_suspect=losses.is_suspect)
         attempt = await self._placer.place()
         try:
             if losses.is_suspect:
                 router.refuse_quarantined(self._answer.request)  # a copy of it may have been the second one
                 router.workers.losses.begin_trial(
-                    self._placer.digest, losses, attempt.placement.prefill, attempt.placement.decode
+                    run.digest, losses, attempt.placement.prefill, attempt.placement.decode
                 )
             if attempt.placement.prefill is not None:
-                self._placer.kept = await self._prefill(attempt)
-                if self._placer.kept is None and self._placer.failed.may_prefill:
+                await self._prefill(attempt)
+                if self._record.state is RequestState.QUEUED:
                     return False
             decode = router.workers.link(attempt.placement.decode)
             if decode is None:
-                self._placer.last_error = WorkerLost(f"worker {attempt.placement.decode} is gone")
+                run.lose_placement(WorkerLost(f"worker {attempt.placement.decode} is gone"))
                 return False
             return await self._decode(attempt, decode)
         finally:
@@ -195,51 +190,49 @@ class _RequestRun:
 
     # Prefill
 
-    async def _prefill(self, attempt: PlacedAttempt) -> KeptPages | None:
+    async def _prefill(self, attempt: PlacedAttempt) -> None:
         worker = attempt.placement.prefill
         assert worker is not None
         span = self._record.begin_span("prefill", worker)
         trace = span.context if span is not None else None
         with end_after(span):
             prompt = self._answer.prompt_request(attempt.placement, trace)
-            return await self._prefill_on(worker, attempt, prompt, span)
+            await self._prefill_on(worker, attempt, prompt, span)
 
     async def _prefill_on(
         self, worker: MemberId, attempt: PlacedAttempt, prompt: EngineRequest, span: Span | None
-    ) -> KeptPages | None:
-        router, record = self._router, self._record
+    ) -> None:
+        router, run, record = self._router, self._run, self._record
+        run.begin_prefill()
         began_s = time.monotonic()
         link = router.workers.link(worker)
         try:
             if link is None:
                 raise WorkerLost("a worker is gone")
-            holder = link.member
+            holder, engine = link.member, engine_of(link)
             async with asyncio.timeout(router.prefill_timeout_s):
                 last = await self._last_output(link, prompt)
         except TimeoutError:
-            self._placer.failed.give_up_prefill()
+            run.give_up_prefill()
             self._note_fallback(worker, "timeout", f"prefill took over {router.prefill_timeout_s:g} s", span)
-            return None
+            return
         except (RequestError, Quarantined):
             raise
         except Overloaded as error:
-            # Full is not failed: the link says so until the worker has room, and nothing was computed.
-            self._placer.last_error = error
-            if self._answer.token_ids:
-                self._placer.note_full()
+            run.refuse_prefill(error)
             if span is not None:
                 span.fail(error.code or "overloaded")
             await self._pause_of_suspect(error)
-            return None
+            return
         except KvferryError as error:
-            self._placer.failed.add_prefill(link)
+            run.fail_prefill(link)
             cause = error.code if error.code in FALLBACK_CAUSES else "error"
             self._note_fallback(worker, cause, error.message, span)
-            return None
+            return
         if last.transfer_params is None:
-            self._placer.failed.give_up_prefill()
+            run.give_up_prefill()
             self._note_fallback(worker, "no_transfer", "the prefill engine kept nothing", span)
-            return None
+            return
         record.prefill_worker = worker
         record.prefill_sources = last.sources or NO_SOURCES
         now_s = time.monotonic()
@@ -249,7 +242,7 @@ class _RequestRun:
             computed_tokens = last.sources.local_compute
             elapsed_ms = (now_s - began_s) * 1e3
             router.policy.learn_prefill(worker, computed_tokens, elapsed_ms, attempt.placement, last.durations)
-        return KeptPages(holder, last.transfer_params)
+        run.keep(KeptPages(holder, engine, last.transfer_params))
 
     async def _last_output(self, link: WorkerLink, prompt: EngineRequest) -> EngineOutput:
         remote = link.submit(prompt, _ignore)
@@ -262,13 +255,12 @@ class _RequestRun:
     @contextlib.contextmanager
     def _on_engine(self, link: WorkerLink) -> Iterator[None]:
         """Count the loss of the worker's engine while the request is on it. Raises Quarantined for one too many."""
-        losses, worker = self._placer.losses, link.member.member_id
-        engine = (worker, link.generation)
+        losses, worker, engine = self._run.losses, link.member.member_id, engine_of(link)
         self._router.workers.losses.begin(engine, losses)
         try:
             yield
         except (WorkerLost, EngineDead) as error:
-            self._placer.note_loss()
+            self._run.note_loss(worker)
             has_vanished = isinstance(error, WorkerLost) and error.has_vanished
             is_blameless = isinstance(error, EngineDead) and error.is_blameless
             num_tokens, now_s = len(self._answer.token_ids), time.monotonic()
@@ -276,10 +268,9 @@ class _RequestRun:
                 engine, losses, num_tokens, now_s, has_vanished=has_vanished, is_blameless=is_blameless
             ):
                 if isinstance(error, WorkerLost):
-                    self._router.workers.losses.note_blamed(worker, self._placer.digest, losses)
+                    self._router.workers.losses.note_blamed(worker, self._run.digest, losses)
                 if losses.is_suspect:
-                    self._router.workers.losses.blame(self._placer.digest, losses, now_s)
-            self._record.lost_workers = (*self._record.lost_workers, worker)
+                    self._router.workers.losses.blame(self._run.digest, losses, now_s)
             if losses.are_too_many:
                 # Which ones say the log and the record. Tenants learn no names of workers.
                 log.warning("%s were lost under request %s", ", ".join(losses.workers), self._record.request_id)
@@ -302,13 +293,13 @@ class _RequestRun:
     # Decode
 
     async def _decode(self, attempt: PlacedAttempt, decode: WorkerLink) -> bool:
-        self._placer.failed.add(decode)
+        self._run.begin_decode(decode)
         self._record.decode_worker = decode.member.member_id
         attempt.submitted_s = time.monotonic()
         attempt.num_tokens_before = len(self._answer.token_ids)
         self._answer.on_first_output(lambda: self._on_first_output(attempt, remote))
         span = self._record.begin_span("decode", decode.member.member_id)
-        kept = self._placer.kept
+        kept = self._run.kept
         request = self._answer.answer_request(
             attempt.placement,
             span.context if span is not None else None,
@@ -330,7 +321,8 @@ class _RequestRun:
                 if span is not None:
                     set_answer_attributes(span, attempt.num_generated, last)
         except Preempted as error:
-            self._note_preempted(decode, error)
+            self._run.preempt(decode, error)
+            self._router.metrics.preempted_requests.inc()
             return False
         except (UnavailableError, Overloaded) as error:
             if remote is None:
@@ -347,16 +339,17 @@ class _RequestRun:
 
     async def _pause_of_suspect(self, error: KvferryError) -> None:
         """Wait for the suspect of another gateway that a worker has."""
-        if self._placer.losses.is_suspect and isinstance(error, Overloaded):
+        if self._run.losses.is_suspect and isinstance(error, Overloaded):
             await asyncio.sleep(ASK_AGAIN_S)
 
     def _on_first_output(self, attempt: PlacedAttempt, remote: RemoteRequest | None) -> None:
         self._record.note_first_output(remote.sources if remote is not None else None)
         attempt.first_output_s = time.monotonic()
-        if self._placer.losses.is_suspect:
-            self._router.workers.losses.discharge(self._placer.digest)
-        self._placer.losses.has_answered = True
-        self._router.workers.losses.end_trial(self._placer.losses)
+        run, losses = self._run, self._router.workers.losses
+        if run.losses.is_suspect:
+            losses.discharge(run.digest)
+        run.losses.has_answered = True
+        losses.end_trial(run.losses)
         self._router.policy.first_token(attempt.id, attempt.first_output_s)
 
     def _note_finished(self, attempt: PlacedAttempt, decode: WorkerLink, last: EngineOutput) -> None:
@@ -384,33 +377,10 @@ class _RequestRun:
             durations=last.durations,
         )
 
-    def _note_preempted(self, decode: WorkerLink, error: Preempted) -> None:
-        # Its engine may have pulled the pages.
-        self._placer.kept = None
-        self._placer.failed.forgive(decode)
-        self._placer.last_error = error
-        self._record.num_preemptions += 1
-        self._router.metrics.preempted_requests.inc()
-
     def _note_failed_decode(self, decode: WorkerLink, error: UnavailableError | Overloaded) -> None:
-        if isinstance(error, PagesNotMoved) and self._placer.kept is not None:
-            # Another prefill worker computes the prompt; the decode worker did nothing wrong.
-            holder = self._router.workers.link(self._placer.kept.holder.member_id)
-            self._placer.failed.add_prefill(holder)
-            self._placer.failed.forgive(decode)
+        if isinstance(error, PagesNotMoved) and self._run.kept is not None:
             self._router.metrics.prefill_fallbacks.labels(cause=PagesNotMoved.code).inc()
-        if not isinstance(error, (WorkerDraining, Overloaded)):
-            # That engine may have pulled the pages, or release them any moment, and a reader of released pages reads
-            # another prompt's. The prefill worker has them cached and keeps them once more.
-            self._placer.kept = None
-        elif self._placer.kept is not None:
-            self._placer.kept.is_given = False
-        if isinstance(error, Overloaded):
-            self._placer.failed.forgive(decode)
-            # A new request is not sent there again before the worker tells of room; one that goes on would be.
-            if self._answer.token_ids:
-                self._placer.note_full()
-        self._placer.last_error = error
+        self._run.fail_decode(decode, error)
         answer, metrics = self._answer, self._router.metrics
         where = f"after {len(answer.token_ids)} tokens" if answer.token_ids else "before its first token"
         level = logging.DEBUG if isinstance(error, Overloaded) else logging.WARNING  # asked again and again

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from typing import Any, Final
 
 import msgspec
@@ -42,10 +43,19 @@ from kvferry.tenancy.namespace import DEFAULT_NAMESPACE, Namespace
 MAX_PLACEMENTS = 8  # kept per request
 
 
+class RequestState(StrEnum):
+    QUEUED = "queued"  # no worker has it
+    PLACED = "placed"  # its workers are chosen
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
 class RequestRecord(msgspec.Struct):
     """One request's way, for `kvferry explain` and traces. Complete when its outputs ended."""
 
     request_id: str = ""
+    state: RequestState = RequestState.QUEUED
     tenant: str = ""
     owner: str = ""  # the salt of tenant, epoch and group: another tenant of the same name has another one
     pool: str = ""

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.config import entry_of, is_of_entry
-from kvferry.engine.base import RequestId, TransferParams
-from kvferry.errors import KvferryError, NoDecodeWorker, Overloaded, Quarantined, UnavailableError
+from kvferry.engine.base import RequestId
+from kvferry.errors import NoDecodeWorker, Overloaded, Quarantined, UnavailableError
 from kvferry.link.identity import CONTINUE, IMAGES
 from kvferry.link.quarantine import QUARANTINE_S
 from kvferry.link.worker_link import Place, WorkerLink
-from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.membership.base import MemberKind
 from kvferry.pages.keys import page_images, route_keys, seed_of
-from kvferry.router.engine_losses import RequestLosses, digest_of
+from kvferry.router.engine_losses import digest_of
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement import Candidate, Placement, PlacementRequest, Reason, can_exchange, why_unequal
 from kvferry.router.placement_policy import Policy
 from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import VolumeCosts
-from kvferry.router.request import Answer, Request, RequestRecord
+from kvferry.router.request import Answer, Request
+from kvferry.router.request_run import RequestRun
 from kvferry.router.worker_pool import WorkerPool
 
 RESERVE_TIMEOUT_S = 1.0
-WORKER_WAIT_S = 60.0  # of a request that lost its decode worker, for another one
 MAX_REFUSALS = 8  # of workers that said they had room, before the request waits in line
-MAX_PREFILL_ATTEMPTS = 2  # then the decode worker computes the prompt
 
 NOT_TRIED = f"the same request is not tried again for {QUARANTINE_S / 60:g} minutes"
 
@@ -52,15 +50,6 @@ class Router:
 
 
 @dataclass(slots=True)
-class KeptPages:
-    """Pages that a prefill engine keeps. `params` are good for one engine, once."""
-
-    holder: Member
-    params: TransferParams
-    is_given: bool = False  # to a decode engine
-
-
-@dataclass(slots=True)
 class PlacedAttempt:
     id: RequestId
     placement: Placement
@@ -71,114 +60,53 @@ class PlacedAttempt:
     num_generated: int | None = None  # of the whole answer; None unless it ended by itself
 
 
-class FailedWorkers:
-    """Workers that failed a request, by generation: a returned worker may be tried again."""
-
-    def __init__(self) -> None:
-        self._generations: set[tuple[MemberId, int]] = set()
-        self._num_prefill_failures = 0
-
-    @property
-    def may_prefill(self) -> bool:
-        return self._num_prefill_failures < MAX_PREFILL_ATTEMPTS
-
-    def add_prefill(self, link: WorkerLink | None) -> None:
-        if link is not None:
-            self.add(link)
-        self._num_prefill_failures += 1
-
-    def give_up_prefill(self) -> None:
-        self._num_prefill_failures = MAX_PREFILL_ATTEMPTS
-
-    def add(self, link: WorkerLink) -> None:
-        self._generations.add((link.member.member_id, link.generation))
-
-    def forgive(self, link: WorkerLink) -> None:
-        """Let a worker that had no room be tried again."""
-        self._generations.discard((link.member.member_id, link.generation))
-
-    def may_try(self, link: WorkerLink) -> bool:
-        return not self._generations or (link.member.member_id, link.generation) not in self._generations
-
-
 class RequestPlacer:
-    """`kept` are pages of the prompt that a prefill worker keeps.
-
-    `failed`, `losses` and `last_error` are of all attempts.
-    """
-
-    def __init__(self, router: Router, answer: Answer, record: RequestRecord, *, may_be_aggregated: bool) -> None:
-        self.failed = FailedWorkers()
-        self.losses = RequestLosses()
-        self.kept: KeptPages | None = None
-        self.last_error: KvferryError | None = None
-        request = answer.request
+    def __init__(self, router: Router, run: RequestRun, *, may_be_aggregated: bool) -> None:
+        request = run.answer.request
         self.queue = router.workers.queues.of(request.pool)
         self._pool = request.pool  # outside of which no attempt is placed
         self._adapter = request.prompt.adapter  # that each worker of an attempt has
         self._turn = request.contract.turn
         self._router = router
-        self._answer = answer
-        self._record = record
+        self._run = run
+        self._answer = run.answer
         # Decode workers encode images only where no prefill worker can.
         self._may_be_aggregated = may_be_aggregated and not request.prompt.images
-        self._loss_ends_s: float | None = None  # of waiting for a worker since the last loss
-        self._queue_ends_s: float | None = None  # of waiting in line
-        self._was_full = False
-
-    def note_loss(self) -> None:
-        """The time to wait for another worker begins anew."""
-        self._loss_ends_s = None
-
-    def note_full(self) -> None:
-        """The worker refused the attempt: without news of room it would again."""
-        self._was_full = True
-
-    @property
-    def _has_begun(self) -> bool:
-        """Whether a worker had it before: it goes before new requests."""
-        return bool(self._answer.token_ids or self.losses.workers or self._record.num_preemptions)
-
-    @functools.cached_property
-    def digest(self) -> bytes:
-        return digest_of(self._answer.request)
 
     async def place(self) -> PlacedAttempt:
         """Place an attempt, with its place on the decode worker; the caller calls the policy's `ended`.
 
         A request waits for room in line. It waits for workers to come only if it lost one.
         """
-        router = self._router
+        router, run = self._router, self._run
         attempt: PlacedAttempt | None = None
-        must_wait, self._was_full = self._was_full, False
-        if self._has_begun:
-            self._queue_ends_s = None  # an answer that is preempted waits anew
-        if not must_wait and (not self.queue.num_before(self._turn) or self._has_begun):
+        if not run.begin_placing() and (not self.queue.num_before(self._turn) or run.has_begun):
             attempt = await self._reserve()
         while attempt is None:
-            if self.losses.is_suspect and router.workers.losses.has_trials:
+            if run.losses.is_suspect and router.workers.losses.has_trials:
                 # Other suspects occupy the workers that are left. They wait beside the line, not in it.
                 await self._wait_for_trial()
                 attempt = await self._reserve()
             elif self._is_room_short():
                 attempt = await self._wait_in_line()
-            elif self.losses.workers or self.last_error is not None:
+            elif run.losses.workers or run.last_error is not None:
                 attempt = await self._wait_for_worker()
             else:
                 raise NoDecodeWorker(self._nobody())
+        run.place()
         return attempt
 
     async def _wait_for_trial(self) -> None:
         """Raises Overloaded at the end of the time to wait for another worker."""
         try:
-            async with asyncio.timeout(max(0.0, self._loss_wait_ends_s() - time.monotonic())):
+            async with self._loss_wait():
                 await self._router.workers.losses.trial_end()
         except TimeoutError:
             raise self.queue.refusal("other requests under which engines were lost are tried first") from None
 
     def _is_room_short(self) -> bool:
         """Whether workers that could take the request are connected: then it is room that is missing."""
-        return any(self.failed.may_try(link) for link in self._usable_decode())
+        return any(self._run.may_try(link) for link in self._usable_decode())
 
     def _usable_decode(self) -> list[WorkerLink]:
         links = self._router.workers.usable(MemberKind.DECODE, self._pool)
@@ -199,14 +127,15 @@ class RequestPlacer:
 
         None when workers went away meanwhile. Raises Overloaded.
         """
-        queue, error = self.queue, self.last_error
-        waiter = queue.enter(self._line_ends_s(), self._turn, is_resumed=self._has_begun)
+        queue, run, error = self.queue, self._run, self._run.last_error
+        ends_s = run.line_ends_s(time.monotonic(), self._router.queue_timeout_s)
+        waiter = queue.enter(ends_s, self._turn, is_resumed=run.has_begun)
         try:
             while True:
                 await waiter.turn()
                 # Reserve the place before the next request's turn: else all would ask workers for the same one.
                 attempt = await self._reserve(always=True)
-                is_held_up = self.losses.is_suspect and self._router.workers.losses.has_trials
+                is_held_up = run.losses.is_suspect and self._router.workers.losses.has_trials
                 if attempt is not None or is_held_up or not self._is_room_short():
                     return attempt
         except TimeoutError:
@@ -215,38 +144,26 @@ class RequestPlacer:
         finally:
             waiter.leave()
 
-    def _line_ends_s(self) -> float:
-        router, deadline_s = self._router, self._answer.request.deadline_s
+    def _loss_wait(self) -> asyncio.Timeout:
         now_s = time.monotonic()
-        if self.losses.workers:
-            ends_s = self._loss_wait_ends_s()
-        else:
-            ends_s = self._queue_ends_s = self._queue_ends_s or now_s + router.queue_timeout_s
-        if deadline_s is None:
-            return ends_s
-        return min(ends_s, now_s + deadline_s - time.monotonic())
-
-    def _loss_wait_ends_s(self) -> float:
-        if self._loss_ends_s is None:
-            self._loss_ends_s = time.monotonic() + WORKER_WAIT_S
-        return self._loss_ends_s
+        return asyncio.timeout(max(0.0, self._run.loss_wait_ends_s(now_s) - now_s))
 
     async def _wait_for_worker(self) -> PlacedAttempt | None:
         """Place the request when a worker comes. None when it is room that is missing.
 
         Raises NoDecodeWorker after WORKER_WAIT_S since the request's last loss.
         """
-        ends_s = self._loss_wait_ends_s()
         attempt: PlacedAttempt | None = None
         try:
-            async with asyncio.timeout(max(0.0, ends_s - time.monotonic())):
+            async with self._loss_wait():
                 while attempt is None:
                     await self._router.workers.change()
                     attempt = await self._reserve()
                     if attempt is None and self._is_room_short():
                         return None
         except TimeoutError:
-            why = f"; the last one failed: {self.last_error.message}" if self.last_error is not None else ""
+            error = self._run.last_error
+            why = f"; the last one failed: {error.message}" if error is not None else ""
             raise NoDecodeWorker(f"{self._nobody()}{why}") from None
         return attempt
 
@@ -273,12 +190,9 @@ class RequestPlacer:
             except TimeoutError:
                 assert decode is not None
                 decode.is_full = True  # until it says otherwise: a worker that is silent takes nothing
-            except Overloaded as error:
-                self.last_error = error
-            except UnavailableError as error:
+            except (Overloaded, UnavailableError) as error:
                 assert decode is not None
-                self.last_error = error
-                self.failed.add(decode)
+                self._run.refuse_place(decode, error)
             finally:
                 if not is_placed:
                     self._router.policy.ended(attempt.id, time.monotonic(), None)
@@ -286,7 +200,7 @@ class RequestPlacer:
 
     def _place_now(self) -> PlacedAttempt | None:
         """Prefer decode workers that can use the kept pages; None without any."""
-        router, kept = self._router, self.kept
+        router, run, kept = self._router, self._run, self._run.kept
         decode, _ = self._candidates(MemberKind.DECODE)
         if kept is not None:
             exchanging = [candidate for candidate in decode if can_exchange(candidate.member, kept.holder)]
@@ -295,7 +209,7 @@ class RequestPlacer:
             return None
         prefill: list[Candidate] = []
         has_full_prefill = False
-        if kept is None and self.failed.may_prefill:
+        if kept is None and run.may_prefill:
             prefill, full = self._candidates(MemberKind.PREFILL)
             if not prefill and full:
                 # Their queues are priced all the same: the decode worker may be cheaper.
@@ -319,14 +233,14 @@ class RequestPlacer:
             router.metrics.skipped_volume_loads.inc()
         if kept is None:
             self.release_kept()
-            self._record.reason = placement.reason.value
+            run.record.reason = placement.reason.value
             router.metrics.placements[placement.reason].inc()
             if placement.reason is Reason.UNEQUAL_PAGES:
                 chosen = next(each.member for each in decode if each.member_id == placement.decode)
-                self._record.unequal_pages = why_unequal(prefill[0].member, chosen)
+                run.record.unequal_pages = why_unequal(prefill[0].member, chosen)
         took_ns = time.perf_counter_ns() - began_ns
         router.metrics.placement_seconds.observe(took_ns / 1e9)
-        self._record.note_placement(placement, took_ns)
+        run.record.note_placement(placement, took_ns)
         return PlacedAttempt(to_place.request_id, placement)
 
     def _candidates(self, kind: MemberKind) -> tuple[list[Candidate], list[Candidate]]:
@@ -334,16 +248,16 @@ class RequestPlacer:
 
         A worker with a request on trial takes no other one but answers that go on.
         """
-        router, losses, is_resumed = self._router, self.losses, bool(self._answer.token_ids)
+        router, losses, is_resumed = self._router, self._run.losses, bool(self._answer.token_ids)
         candidates = router.workers.candidates(kind, self._pool)
-        if losses.is_suspect and router.workers.losses.is_copy_on_trial(self.digest, losses):
+        if losses.is_suspect and router.workers.losses.is_copy_on_trial(self._run.digest, losses):
             return [], []
         has_trials = router.workers.losses.has_trials and not is_resumed
         with_room: list[Candidate] = []
         full: list[Candidate] = []
         quiet: list[Candidate] = []  # chosen if there are no others
         for link, candidate in candidates:
-            if not (self.failed.may_try(link) and self._has_what_it_needs(link)):
+            if not (self._run.may_try(link) and self._has_what_it_needs(link)):
                 continue
             if has_trials and router.workers.losses.is_occupied(link.member.member_id, losses):
                 continue
@@ -354,11 +268,9 @@ class RequestPlacer:
         return with_room or quiet, full
 
     def release_kept(self) -> None:
-        kept, self.kept = self.kept, None
-        if kept is None or kept.is_given:
-            return
-        link = self._router.workers.link(kept.holder.member_id)
-        if link is not None:
+        kept = self._run.drop_kept()
+        link = self._router.workers.link(kept.holder.member_id) if kept is not None else None
+        if kept is not None and link is not None:
             link.release(kept.params)
 
 

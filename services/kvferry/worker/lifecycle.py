@@ -29,8 +29,7 @@ from kvferry.util import satellites
 from kvferry.util.addresses import POD_UID_VARIABLE, join_host_port
 from kvferry.util.shared_memory import record_shared_memory
 from kvferry.worker.engine_terms import EngineTerms
-from kvferry.worker.metrics import WorkerMetrics
-from kvferry.worker.request_instrumentation import RequestInstrumentation
+from kvferry.worker.metrics import RequestInstrumentation, WorkerMetrics
 from kvferry.worker.residency_publisher import ResidencyPublisher
 from kvferry.worker.server import HEARTBEAT_S, WorkerServer
 from kvferry.worker.turns import Turns

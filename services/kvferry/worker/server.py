@@ -24,8 +24,8 @@ from kvferry.link.tenants import TenantMeter
 from kvferry.membership.base import MemberKind
 from kvferry.util.task_set import TaskSet
 from kvferry.wire.v1 import worker_pb2 as pb
+from kvferry.worker.metrics import RequestInstrumentation
 from kvferry.worker.quarantine_relay import QuarantineRelay
-from kvferry.worker.request_instrumentation import RequestInstrumentation
 from kvferry.worker.turns import OnEngine, TenantTimes, Turns
 
 # Ended requests that `_retry_after_s` looks at.

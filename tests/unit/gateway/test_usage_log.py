@@ -17,7 +17,7 @@ from kvferry.cli import main
 from kvferry.errors import ConfigError
 from kvferry.gateway.usage import usage_log
 from kvferry.gateway.usage.usage_log import UNFINISHED, UsageLog, UsageRecord, read
-from kvferry.gateway.usage.usage_totals import totals
+from kvferry_tenants.usage_totals import totals
 from support.waiting import until
 
 DAY_S = 86400.0

@@ -15,8 +15,7 @@ from kvferry.errors import EngineDead
 from kvferry.observability.exposition import SpanCounts
 from kvferry.observability.telemetry import CATALOGUE, VERIFICATION_FAILURES, Exporter
 from kvferry.tenancy.pages.outcome import Cause, Refusal, TenantUsage
-from kvferry.worker.metrics import WorkerMetrics
-from kvferry.worker.request_instrumentation import RequestInstrumentation
+from kvferry.worker.metrics import RequestInstrumentation, WorkerMetrics
 from kvferry.worker.server import WorkerServer
 from kvferry_keeper.keeper import Keeper
 from kvferry_keeper.metrics import KeeperMetrics

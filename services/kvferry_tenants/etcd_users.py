@@ -1,6 +1,6 @@
 """Set up etcd's users: members access kvferry's keys only, root everything. Idempotent.
 
-python -m kvferry.membership.etcd_users --config cluster.yaml --root-password-file FILE
+python -m kvferry_tenants.etcd_users --config cluster.yaml --root-password-file FILE
 
 Waits for etcd, and sets the member's password too.
 """
@@ -102,7 +102,7 @@ async def _add_if_absent(call: Awaitable[Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvferry.membership.etcd_users", description="Set up etcd's users.")
+    parser = argparse.ArgumentParser(prog="python -m kvferry_tenants.etcd_users", description="Set up etcd's users.")
     parser.add_argument("--config", type=Path, required=True, help="a YAML configuration with the section membership")
     parser.add_argument("--root-password-file", type=Path, required=True)
     arguments = parser.parse_args()
