@@ -48,7 +48,6 @@ class SimCluster:
     def dispatcher(self) -> Dispatcher:
         """That of the last gateway."""
         assert self.gateway is not None
-        assert self.gateway.app.openai is not None
         return self.gateway.app.openai._dispatcher
 
     def engines(self, kind: MemberKind) -> list[SimEngine]:

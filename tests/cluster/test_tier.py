@@ -254,7 +254,7 @@ async def test_what_costs_less_to_compute_is_not_loaded(
         await end_workers(cluster)
         (name,) = gateway.keeper_volumes.costs()
         slow = {name: gateway.keeper_volumes.costs()[name].__class__(frozenset(), 10_000.0, 0.0)}
-        dispatcher = gateway.app.openai._dispatcher  # type: ignore[union-attr]
+        dispatcher = gateway.app.openai._dispatcher
         monkeypatch.setattr(dispatcher, "_router", dataclasses.replace(dispatcher._router, volumes=lambda pool: slow))
         _, fresh = await add_worker(cluster, kept)
         await until(lambda: has_keeper(fresh))

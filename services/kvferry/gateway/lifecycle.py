@@ -156,12 +156,11 @@ def _image_chats(
     )
 
 
-def _http_server(app: HttpApp, tls: GatewayTls | None) -> HttpServer:
-    app.tls_context = tls.http_context() if tls is not None else None
+def _http_server(app: HttpApp) -> HttpServer:
     return HttpServer(
         uvicorn.Config(
             app,
-            http=HttpProtocol if tls is None else TlsHandshake,
+            http=HttpProtocol if app.tls_context is None else TlsHandshake,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -209,29 +208,31 @@ class GatewayHost:
             on_change=self._note_readiness,
         )
         self.keeper_volumes = KeeperVolumes(membership, self.residency.index, follow_over(config.worker.tls))
-        gateway, models = config.gateway, self._models
-        self._adapters = adapters = AdapterNames(models, config.adapters)
-        self._dispatcher = Dispatcher(self.worker_pool, self.policy, self.metrics, gateway, volumes=self._volumes_of)
-        limits, access = self.identification.limits, self.identification.access
+        gateway, models, metrics = config.gateway, self._models, self.metrics
+        adapters = AdapterNames(models, config.adapters)
+        self._dispatcher = Dispatcher(self.worker_pool, self.policy, metrics, gateway, volumes=self._volumes_of)
         self.admission = Admission(
             gateway,
-            self.metrics,
+            metrics,
             self.readiness,
             by_tenant=self.identification.requests,
-            limits=limits,
+            limits=(limits := self.identification.limits),
             read_tracing=lambda: self._tracing,
         )
         self._usage = UsageExchange(self.worker_pool, limits) if limits is not None else None
         targets = Targets(membership, scheme="https" if config.metrics.tls.enabled else "http").read
-        self.app = HttpApp(gateway, models, adapters, self.metrics, self.admission, self.readiness, access, targets)
-        self.grpc = GrpcEndpoint(
-            gateway, self.metrics, self.admission, self.readiness, access, models, self.app.unread_answers
-        )
         self._fetcher = ImageFetcher(gateway.images) if gateway.images.allowed_hosts else None
-        self._tls = GatewayTls(gateway.tls) if gateway.tls.enabled else None
+        self._tls = tls = GatewayTls(gateway.tls) if gateway.tls.enabled else None
+        timeouts = TokenTimeouts(gateway.first_token_timeout_s, gateway.inter_token_timeout_s)
+        images = ChatImages(gateway.images, self._fetcher)
+        intake = Intake(self._dispatcher, metrics, models, adapters, timeouts, images)
+        both = (metrics, self.admission, self.readiness, self.identification.access)
+        openai, tls_context = OpenAI(intake, self._dispatcher), tls.http_context() if tls is not None else None
+        self.app = HttpApp(gateway, models, adapters, *both, targets, openai, tls_context)
+        self.grpc = GrpcEndpoint(gateway, models, *both, self.app.unread_answers, Inference(intake))
         self._readiness_changed = asyncio.Event()
         self._notifier: asyncio.Task[None] | None = None
-        self._server = _http_server(self.app, self._tls)
+        self._server = _http_server(self.app)
 
     async def start(self) -> None:
         """Listen, load the renderer, and return; workers may still be missing."""
@@ -265,11 +266,6 @@ class GatewayHost:
             self._usage.start()
         self.keeper_volumes.start()
         await self._models.load()
-        timeouts = TokenTimeouts(gateway.first_token_timeout_s, gateway.inter_token_timeout_s)
-        images = ChatImages(gateway.images, self._fetcher)
-        intake = Intake(self._dispatcher, self.metrics, self._models, self._adapters, timeouts, images)
-        self.app.openai = OpenAI(intake, self._dispatcher)
-        self.grpc.inference = Inference(intake)
         self._note_readiness()
         self._registering = asyncio.create_task(self._register())
         log.info(
@@ -291,9 +287,7 @@ class GatewayHost:
     def readiness(self) -> Readiness:
         waiting = self.identification.missing()
         knows_clients = not waiting
-        if self.app.openai is None:
-            waiting.append("renderer")
-        elif self._models.is_loaded:
+        if self._models.is_loaded:
             waiting += [f"renderer{OF_POOL}{label}" for label in self._models.missing()]
         else:
             waiting.append("renderer")
@@ -303,8 +297,7 @@ class GatewayHost:
                 what = f"{kind.value} worker" if num_expected == 1 else f"{missing} {kind.value} workers"
                 waiting.append(f"{what}{OF_POOL}{entry_of(pool)}" if pool else what)
         return Readiness(
-            ready=self.app.openai is not None
-            and self._models.is_loaded
+            ready=self._models.is_loaded
             and knows_clients
             and bool(self.worker_pool.usable(MemberKind.DECODE))
             and not (self.app.is_leaving or self.admission.draining),

@@ -74,20 +74,21 @@ class _ClientSlow(Exception):
 
 
 class GrpcEndpoint:
-    """The gRPC server. Refuses calls while `inference` is None, before the gateway can render."""
+    """The gRPC server. Refuses calls before the gateway can render."""
 
     def __init__(
         self,
         config: GatewayConfig,
+        models: Models,
         metrics: GatewayMetrics,
         admission: Admission,
         read_readiness: Callable[[], Readiness],
         access: Access,
-        models: Models,
         unread_answers: UnreadAnswers,
+        inference: Inference,
     ) -> None:
-        self.inference: Inference | None = None
         self.port = 0
+        self._inference = inference
         self._unread_answers = unread_answers
         self._config = config
         self._metrics = metrics
@@ -160,7 +161,7 @@ class GrpcEndpoint:
             await self._ender.close()
 
     def _is_ready(self) -> bool:
-        return self.inference is not None and self._read_readiness().ready
+        return self._read_readiness().ready
 
     # What clients call.
 
@@ -273,9 +274,7 @@ class GrpcEndpoint:
                 counted.trace = self._begin_trace(
                     endpoint, {name: value for name, value in metadata if isinstance(value, str)}
                 )
-                inference = self.inference
-                self._admission.require_admission(can_render=inference is not None)
-                assert inference is not None
+                self._admission.require_admission(can_render=self._models.is_loaded)
                 raw = await self._reads.read(context)
                 if len(raw) > self._config.max_body_bytes:
                     raise BodyTooLarge(
@@ -283,7 +282,7 @@ class GrpcEndpoint:
                         param="message",
                     )
                 counted.claim.add_body_bytes(len(raw))
-                answering = answer(inference, raw, tenant, counted)
+                answering = answer(self._inference, raw, tenant, counted)
                 del raw
                 answered = await self._in_time(answering, context.time_remaining(), counted)
                 counted.status = "200"

@@ -77,7 +77,7 @@ class _ClientCut(Exception):  # already counted and logged
 
 
 class HttpApp:
-    """The ASGI application. Answers 503 while `openai` is None, before the gateway can render."""
+    """The ASGI application. Answers 503 before the gateway can render."""
 
     def __init__(
         self,
@@ -89,10 +89,13 @@ class HttpApp:
         read_readiness: Callable[[], Readiness],
         access: Access,
         read_targets: Callable[[], Awaitable[bytes]],
+        openai: OpenAI,
+        tls_context: ssl.SSLContext | None,
     ) -> None:
-        self.openai: OpenAI | None = None
+        """`tls_context` is the listener's, if clients speak TLS."""
+        self.openai = openai
         self.is_leaving = False  # connections are not kept for further requests
-        self.tls_context: ssl.SSLContext | None = None  # of the listener, if clients speak TLS
+        self.tls_context = tls_context
         self.connection_limits = ConnectionLimits(
             raise_descriptor_limit(MAX_CONNECTIONS), config.max_connections_per_peer
         )
@@ -212,7 +215,7 @@ class HttpApp:
     def _explain(self, answer_id: str, scope: Message) -> bytes:
         """Return the recorded placements of an answer. Raises RouteNotFound for an unknown id."""
         tenant = self._identify(scope)
-        requests = self.openai.explain(answer_id, tenant) if self.openai is not None else []
+        requests = self.openai.explain(answer_id, tenant)
         if not requests:
             raise RouteNotFound(f"this gateway remembers no request {answer_id!r}")
         if not self._access.is_operator(*self._shown(scope)):
@@ -232,7 +235,7 @@ class HttpApp:
                     raise
                 counted.trace = self._begin_trace(endpoint, scope, scope["headers"])
                 require_json(scope["headers"])
-                self._admission.require_admission(can_render=self.openai is not None)
+                self._admission.require_admission(can_render=self._models.is_loaded)
                 exchange = exchange_of(scope)
                 counted.body = await self._read_body(scope, exchange, receive, counted.claim)
                 debug = _read_debug(scope["headers"])
@@ -298,7 +301,6 @@ class HttpApp:
         debug: Debug,
     ) -> None:
         """Send the answer. Raises a KvferryError only while no byte was sent."""
-        assert self.openai is not None
         trace = counted.trace
         read = self.openai.chat if endpoint == "chat_completions" else self.openai.completion
         timeout_s = self._config.request_timeout_s
