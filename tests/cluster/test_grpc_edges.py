@@ -277,7 +277,7 @@ async def test_streams_that_are_not_read_count_as_answers_do_and_are_cut_after_a
             await until(lambda: cluster.metric("kvferry_slow_clients_total") == 1, what="the first one is cut")
             await until(calls[0].done, what="its connection ends")
             await cluster.until_quiet()
-            await until(lambda: gateway.admission.num_choices == 2, what="its place is free")
+            await until(lambda: gateway.admission.choices.num_taken == 2, what="its place is free")
             assert not calls[1].done()
             monkeypatch.setattr(grpc_server, "STALL_S", 0.1)
             monkeypatch.setattr(grpc_server, "MIN_READ_BYTES_PER_S", 1e9)
@@ -317,7 +317,7 @@ async def test_a_connection_carries_so_many_streams(monkeypatch: pytest.MonkeyPa
         async with own_channel_to(cluster) as other:
             # The third would have come before this one.
             await stub_on(other).Generate(generate(sampling=GREEDY), timeout=PATIENCE_S)
-        assert gateway.admission.num_choices == 2
+        assert gateway.admission.choices.num_taken == 2
         streams[0].cancel()
         async with asyncio.timeout(SOON_S):
             await third

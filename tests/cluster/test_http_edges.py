@@ -248,7 +248,7 @@ async def test_bodies_on_their_way_take_no_places_but_their_bytes(monkeypatch: p
         assert gateway is not None
         body = {"model": MODEL, "prompt": "one two", "max_tokens": 2}
         writers = [await trickled(gateway, 4096, 3000) for _ in range(2)]
-        await until(lambda: gateway.admission.num_body_bytes == 6000, what="bytes count as they arrive")
+        await until(lambda: gateway.admission.body_bytes.num_taken == 6000, what="bytes count as they arrive")
         assert (await http.post("/v1/completions", json=body)).status_code == 200, "neither has the only place"
         refused = await http.post("/v1/completions", json={**body, "user": "x" * 3000})
         assert refused.status_code == 429
@@ -269,12 +269,12 @@ async def test_bodies_that_do_not_end_make_room_for_others(monkeypatch: pytest.M
         assert gateway is not None
         body = {"model": MODEL, "prompt": "one two", "max_tokens": 2, "user": "x" * 1000}
         writers = [await trickled(gateway, 4096, sent) for sent in (4095, 4001)]
-        await until(lambda: gateway.admission.num_body_bytes == 8096, what="they hold nearly all")
+        await until(lambda: gateway.admission.body_bytes.num_taken == 8096, what="they hold nearly all")
         assert (await http.post("/v1/completions", json=body)).status_code == 429, "they may be on their way"
         monkeypatch.setattr(admission, "PATIENCE_S", 0.0)
         assert (await http.post("/v1/completions", json=body)).status_code == 200
         await until(lambda: gateway.admission.num_in_flight == 1, what="one is cut")
-        assert gateway.admission.num_body_bytes in (4001, 4095), "one was enough"
+        assert gateway.admission.body_bytes.num_taken in (4001, 4095), "one was enough"
         assert cluster.metric('kvferry_requests_refused_total{code="overloaded"}') == 2
         for writer in writers:
             writer.transport.abort()
@@ -331,7 +331,7 @@ async def test_prompt_tokens_in_flight_are_limited(monkeypatch: pytest.MonkeyPat
             await anext(answer.aiter_bytes())
             refused = await http.post("/v1/completions", json=long)
             assert refused.status_code == 429
-            assert "those of all requests may be 8192" in refused.json()["error"]["message"]
+            assert "a gateway takes 8192" in refused.json()["error"]["message"]
         both = await http.post("/v1/completions", json={**long, "n": 2})
         assert both.status_code == 400
 

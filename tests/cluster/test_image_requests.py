@@ -96,7 +96,7 @@ async def test_renderers_get_files_and_a_body_without_them() -> None:
         assert images == [ChatImage(PNG, "messages[0].content[1]")]
         assert salt != other_salt
         assert cluster.gateway is not None
-        assert cluster.gateway.admission.num_image_bytes == 0
+        assert cluster.gateway.admission.image_bytes.num_taken == 0
 
 
 async def test_refused_images_and_texts_count_against_a_tenants_requests() -> None:
@@ -166,7 +166,7 @@ async def test_images_in_flight_are_limited_and_given_back_with_their_requests()
         large = image(url_of(PNG.ljust(600 << 10, b"\0")))
         async with beside(answered(post(http, large))) as (held,):
             await until(lambda: len(renderer.seen) == 1)
-            assert admission.num_image_bytes == 600 << 10
+            assert admission.image_bytes.num_taken == 600 << 10
             assert f"kvferry_image_bytes_in_flight {600 << 10}.0" in (await http.get("/metrics")).text
             refused = await post(http, large)
             assert refused.status_code == 429
@@ -175,10 +175,10 @@ async def test_images_in_flight_are_limited_and_given_back_with_their_requests()
             # A client that leaves gives its place back.
             async with beside(answered(post(http, image(url_of(PNG))))):
                 await until(lambda: len(renderer.seen) == 2)
-            await until(lambda: admission.num_image_bytes == 600 << 10)
+            await until(lambda: admission.image_bytes.num_taken == 600 << 10)
             renderer.may_render.set()
             await held
-        await until(lambda: admission.num_image_bytes == 0)
+        await until(lambda: admission.image_bytes.num_taken == 0)
         assert (await post(http, large)).status_code == 200
 
 

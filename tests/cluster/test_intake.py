@@ -63,7 +63,10 @@ async def test_both_protocols_check_limits_in_the_same_order(monkeypatch: pytest
         admission = cluster.gateway.admission
         # A client may have its error before the gateway has ended the call.
         await until(
-            lambda: (admission.num_choices, admission.num_prompt_tokens, admission.num_body_bytes) == (0, 0, 0),
+            lambda: (
+                (admission.choices.num_taken, admission.prompt_tokens.num_taken, admission.body_bytes.num_taken)
+                == (0, 0, 0)
+            ),
             what="nothing is held",
         )
         body = {"model": MODEL, "prompt": "word", "n": TENANTS_CHOICES, "max_tokens": 1}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 import msgspec
@@ -38,11 +39,6 @@ MAX_PENDING_PROMPT_TOKENS = 16 << 20
 PATIENCE_S = 1.0
 # Between what is missing and the name of its pool, in `waiting_for`.
 OF_POOL = " of pool "
-# Budgets of which a tenant may hold no more than it leaves for others.
-_CHOICES = "choices"
-_TOKENS = "prompt tokens"
-_IMAGE_BYTES = "bytes of images"
-_FETCHES = "fetches of images"
 _NO_USE = Usage()
 
 
@@ -86,50 +82,92 @@ class Work(Protocol):
     def num_admitted_tokens(self) -> int: ...
 
 
+@dataclass(slots=True, eq=False)
+class Budget:
+    # What all requests may hold of one thing; where it is shared, a tenant no more than it leaves for others.
+
+    what: str
+    limit: str  # begins the sentence that says `most`
+    most: int
+    param: str = "n"
+    is_shared: bool = False
+    num_taken: int = 0
+    by_tenant: dict[str, int] = field(default_factory=dict)  # where it is shared
+
+    def __str__(self) -> str:
+        return f"{self.num_taken}/{self.most} {self.what}"
+
+    def take(self, tenant: str, num: int, *, num_held: int) -> None:
+        """Raises InvalidRequest where an idle gateway would refuse it too; else Overloaded, or TenantOverloaded."""
+        if num_held + num > self.most:
+            raise InvalidRequest(
+                f"{num_held + num} {self.what} are too many; {self.limit} {self.most}", param=self.param
+            )
+        self.require_room(num)
+        self.take_part(tenant, num, self.num_taken, self.most)
+        self.num_taken += num
+
+    def require_room(self, num: int) -> None:
+        if self.num_taken + num > self.most:
+            raise Overloaded(f"this gateway has no room for {num} more {self.what} now; {self.limit} {self.most}")
+
+    def give_back(self, tenant: str, num: int) -> None:
+        self.num_taken -= num
+        self.give_part_back(tenant, num)
+
+    def take_part(self, tenant: str, num: int, num_taken: int, most: int) -> None:
+        if not self.is_shared:
+            return
+        if 2 * num > most:
+            raise InvalidRequest(
+                f"{num} {self.what} are too many; of this gateway's {most} a tenant may have half", param=self.param
+            )
+        held = self.by_tenant.get(tenant, 0) + num
+        if held > most - num_taken - num:
+            # Never with what is left: it says what other tenants have in flight.
+            raise TenantOverloaded(
+                f"with this request the tenant would have {held} {self.what} in flight at this gateway, "
+                f"more than would be left of {most} for others"
+            )
+        if held:
+            self.by_tenant[tenant] = held
+
+    def give_part_back(self, tenant: str, num: int) -> None:
+        if self.is_shared and num:
+            self.by_tenant[tenant] -= num
+            if not self.by_tenant[tenant]:
+                del self.by_tenant[tenant]
+
+
 class Claim:
     """Reservations of one request in a gateway's budgets; the admission releases them at the request's end."""
 
-    __slots__ = (
-        "_admission",
-        "is_cut",
-        "num_body_bytes",
-        "num_choices",
-        "num_image_bytes",
-        "num_limited",
-        "num_limited_tokens",
-        "num_prompt_tokens",
-        "route",
-        "tenant",
-        "work",
-    )
+    __slots__ = ("_admission", "_held", "is_cut", "num_limited", "num_limited_tokens", "route", "tenant", "work")
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
+        self._held: dict[Budget, int] = {}
         self.is_cut = False  # its body made room for others
-        self.num_choices = 0
-        self.num_prompt_tokens = 0
-        self.num_body_bytes = 0
-        self.num_image_bytes = 0
         self.tenant = ""
         self.route: Route | None = None  # once the request is read
         self.work: Work | None = None  # once the request is rendered
         self.num_limited = 0  # choices that count against the tenant's limits
         self.num_limited_tokens = 0
 
+    @property
+    def num_body_bytes(self) -> int:
+        return self._held.get(self._admission.body_bytes, 0)
+
     def add_body_bytes(self, num_bytes: int) -> None:
         """Cut slow bodies where room is short. Raises Overloaded, and holds what it held, for none or if cut itself."""
         admission = self._admission
         if self.is_cut:
             raise Overloaded(f"the body took longer than {PATIENCE_S:g} s, while others waited to be read")
-        while admission.num_body_bytes + num_bytes > admission.max_body_bytes and admission.cut_slow_body(self):
+        budget = admission.body_bytes
+        while budget.num_taken + num_bytes > budget.most and admission.cut_slow_body(self):
             pass
-        if admission.num_body_bytes + num_bytes > admission.max_body_bytes:
-            raise Overloaded(
-                f"this gateway has no room for {num_bytes} bytes of this body now; "
-                f"those of all requests may have {admission.max_body_bytes}"
-            )
-        self.num_body_bytes += num_bytes
-        admission.num_body_bytes += num_bytes
+        budget.require_room(num_bytes)
+        self._take(budget, num_bytes)
 
     @contextlib.contextmanager
     def arriving(self, limit: asyncio.Timeout) -> Iterator[None]:
@@ -142,77 +180,39 @@ class Claim:
             arriving.pop(self, None)
 
     def take_choices(self, num_choices: int) -> None:
-        """Call once the body is complete. Raises Overloaded, or InvalidRequest where an idle gateway would too."""
-        admission = self._admission
-        if num_choices > admission.max_choices:
-            raise InvalidRequest(
-                f"{num_choices} choices are too many; gateway.max_requests is {admission.max_choices}", param="n"
-            )
-        if admission.num_choices + num_choices > admission.max_choices:
-            raise admission.too_many_choices(num_choices)
-        admission.require_tenants_part(self.tenant, _CHOICES, num_choices, admission.num_choices, admission.max_choices)
-        self.num_choices += num_choices
-        admission.num_choices += num_choices
-        admission.count(self.tenant, _CHOICES, num_choices)
+        """Call once the body is complete. Raises as `Budget.take` does."""
+        self._take(self._admission.choices, num_choices)
 
     def take_prompt_tokens(self, num_tokens: int) -> None:
-        """Raises as `take_choices` does. A prompt's tokens count once for each of its choices."""
-        admission = self._admission
-        if num_tokens > admission.max_prompt_tokens:
-            raise InvalidRequest(
-                f"choices times prompt tokens are {num_tokens}; a gateway takes {admission.max_prompt_tokens}",
-                param="n",
-            )
-        if admission.num_prompt_tokens + num_tokens > admission.max_prompt_tokens:
-            raise Overloaded(
-                f"this gateway has no room for the {num_tokens} prompt tokens of this request now; "
-                f"those of all requests may be {admission.max_prompt_tokens}"
-            )
-        admission.require_tenants_part(
-            self.tenant, _TOKENS, num_tokens, admission.num_prompt_tokens, admission.max_prompt_tokens
-        )
-        self.num_prompt_tokens += num_tokens
-        admission.num_prompt_tokens += num_tokens
-        admission.count(self.tenant, _TOKENS, num_tokens)
+        """Raises as `Budget.take` does. A prompt's tokens count once for each of its choices."""
+        self._take(self._admission.prompt_tokens, num_tokens)
 
     def hold_images(self, num_bytes: int) -> None:
-        """Replace what it holds for images. Raises as `take_choices` does."""
-        admission = self._admission
-        num_more = num_bytes - self.num_image_bytes
-        if num_bytes > admission.max_image_bytes:
-            raise InvalidRequest(
-                f"the images of all choices take {num_bytes} bytes; gateway.images.max_pending_mib allows "
-                f"{admission.max_image_bytes}",
-                param="messages",
-            )
-        if num_more > 0:
-            if admission.num_image_bytes + num_more > admission.max_image_bytes:
-                raise Overloaded(
-                    f"this gateway has no room for {num_more} bytes of images of this request now; "
-                    f"gateway.images.max_pending_mib allows {admission.max_image_bytes}"
-                )
-            admission.require_tenants_part(
-                self.tenant,
-                _IMAGE_BYTES,
-                num_more,
-                admission.num_image_bytes,
-                admission.max_image_bytes,
-                param="messages",
-            )
-        self.num_image_bytes = num_bytes
-        admission.num_image_bytes += num_more
-        admission.count(self.tenant, _IMAGE_BYTES, num_more)
+        """Replace what it holds for images. Raises as `Budget.take` does."""
+        budget = self._admission.image_bytes
+        if (num_less := self._held.get(budget, 0) - num_bytes) > 0:
+            self._held[budget] = num_bytes
+            budget.give_back(self.tenant, num_less)
+        elif num_less:
+            self._take(budget, -num_less)
 
     @contextlib.contextmanager
     def fetching(self, num_images: int, num_running: int, most: int) -> Iterator[None]:
-        """Raises as `take_choices` does."""
-        admission = self._admission
-        admission.require_tenants_part(self.tenant, _FETCHES, num_images, num_running, most, param="messages")
-        admission.count(self.tenant, _FETCHES, num_images)
+        """Raises as `Budget.take` does. `num_running` of `most` are the fetcher's."""
+        fetches = self._admission.fetches
+        fetches.take_part(self.tenant, num_images, num_running, most)
         try:
             yield
         finally:
-            admission.count(self.tenant, _FETCHES, -num_images)
+            fetches.give_part_back(self.tenant, num_images)
+
+    def _take(self, budget: Budget, num: int) -> None:
+        num_held = self._held.get(budget, 0)
+        budget.take(self.tenant, num, num_held=num_held)
+        self._held[budget] = num_held + num
+
+    def _give_back(self, budget: Budget) -> None:
+        budget.give_back(self.tenant, self._held.pop(budget, 0))
 
     def count(self, num_choices: int) -> None:
         """Raises as `GatewayLimits.admit`."""
@@ -244,7 +244,7 @@ class Claim:
         if self._admission.limits is not None and self.num_limited:
             self._admission.limits.used(self.tenant, 0, num_prompt_tokens)
             self.num_limited_tokens = num_prompt_tokens
-        self._release_body()
+        self._give_back(self._admission.body_bytes)
 
     def take_back_limits(self) -> None:
         # What no worker has computed of a request that this cluster refused or failed.
@@ -257,25 +257,16 @@ class Claim:
         self.num_limited_tokens = num_computed
 
     def release(self) -> None:
-        admission = self._admission
-        admission.num_choices -= self.num_choices
-        admission.num_prompt_tokens -= self.num_prompt_tokens
-        admission.count(self.tenant, _CHOICES, -self.num_choices)
-        admission.count(self.tenant, _TOKENS, -self.num_prompt_tokens)
-        self.num_choices = self.num_prompt_tokens = 0
-        self.hold_images(0)
-        if self.num_limited and admission.limits is not None:
-            admission.limits.end(self.tenant, self.num_limited)
+        for budget in list(self._held):
+            self._give_back(budget)
+        limits = self._admission.limits
+        if self.num_limited and limits is not None:
+            limits.end(self.tenant, self.num_limited)
             self.num_limited = 0
-        self._release_body()
 
     def cut_body(self) -> None:
         self.is_cut = True
-        self._release_body()
-
-    def _release_body(self) -> None:
-        self._admission.num_body_bytes -= self.num_body_bytes
-        self.num_body_bytes = 0
+        self._give_back(self._admission.body_bytes)
 
 
 class CountedRequest:
@@ -363,20 +354,25 @@ class Admission:
         """`by_tenant` is None unless tenants can be deleted."""
         self.draining = False
         self._in_flight: dict[CountedRequest, None] = {}  # also those whose bodies are read
-        self.num_choices = 0
-        self.num_prompt_tokens = 0
-        self.num_body_bytes = 0
-        self.num_image_bytes = 0
+        is_shared = by_tenant is not None
+        self.choices = Budget("choices", "gateway.max_requests is", config.max_requests, is_shared=is_shared)
+        self.prompt_tokens = Budget(
+            "prompt tokens of all choices", "a gateway takes", MAX_PENDING_PROMPT_TOKENS, is_shared=is_shared
+        )
+        self.image_bytes = Budget(
+            "bytes of images of all choices",
+            "gateway.images.max_pending_mib allows",
+            config.images.max_pending_mib << 20,
+            param="messages",
+            is_shared=is_shared,
+        )
+        self.fetches = Budget("fetches of images", "", 0, param="messages", is_shared=is_shared)
+        self.body_bytes = Budget("bytes of bodies", "those of all requests may have", MAX_PENDING_BODY_BYTES)
         self.arriving: dict[Claim, tuple[asyncio.Timeout, float]] = {}  # bodies and when they began, the oldest first
-        self.max_choices = config.max_requests
-        self.max_prompt_tokens = MAX_PENDING_PROMPT_TOKENS
-        self.max_body_bytes = MAX_PENDING_BODY_BYTES
-        self.max_image_bytes = config.images.max_pending_mib << 20
         self.idle = asyncio.Event()  # set while nothing is in flight
         self.idle.set()
         self.by_tenant, self.limits = by_tenant, limits
         self._read_tracing = read_tracing
-        self._held: dict[tuple[str, str], int] = {}  # choices and prompt tokens of each tenant
         self._metrics = metrics
         self._read_readiness = read_readiness
 
@@ -392,13 +388,11 @@ class Admission:
     @property
     def in_flight(self) -> tuple[int, int, int]:
         """Choices, prompt tokens and body bytes."""
-        return self.num_choices, self.num_prompt_tokens, self.num_body_bytes
+        return self.choices.num_taken, self.prompt_tokens.num_taken, self.body_bytes.num_taken
 
     def __repr__(self) -> str:
-        return (
-            f"<Admission requests={self.num_in_flight} choices={self.num_choices}/{self.max_choices} "
-            f"tokens={self.num_prompt_tokens} bytes={self.num_body_bytes}{' draining' if self.draining else ''}>"
-        )
+        budgets = (self.choices, self.prompt_tokens, self.body_bytes)
+        return f"<Admission {self.num_in_flight}, {', '.join(map(str, budgets))}{' draining' if self.draining else ''}>"
 
     def count_request(self, endpoint: str) -> CountedRequest:
         """Return a context in which a request is in flight; its status is counted at the end."""
@@ -456,41 +450,13 @@ class Admission:
         if self.by_tenant is not None:
             self.by_tenant.add(counted, tenant)
 
-    def require_tenants_part(
-        self, tenant: str, what: str, num_wanted: int, num_taken: int, most: int, *, param: str = "n"
-    ) -> None:
-        """Raises unless the tenant holds no more than is left for others, where requests are counted by tenant."""
-        if self.by_tenant is None:
-            return
-        if 2 * num_wanted > most:
-            raise InvalidRequest(
-                f"{num_wanted} {what} are too many; of this gateway's {most} a tenant may have half", param=param
-            )
-        held, left = self._held.get((tenant, what), 0) + num_wanted, most - num_taken - num_wanted
-        if held > left:
-            # Never with what is left: it says what other tenants have in flight.
-            raise TenantOverloaded(
-                f"with this request the tenant would have {held} {what} in flight at this gateway, "
-                f"more than would be left of {most} for others"
-            )
-
-    def count(self, tenant: str, what: str, num_more: int) -> None:
-        if self.by_tenant is None or not num_more:
-            return
-        held = self._held.get((tenant, what), 0) + num_more
-        if held:
-            self._held[tenant, what] = held
-        else:
-            del self._held[tenant, what]
-
     def require_admission(self, *, can_render: bool) -> None:
         """Refuse a request before its body is read. Raises NotReady, or Overloaded where no choice has room."""
         if not can_render or self.draining:
             raise NotReady(
                 "this gateway is stopping" if self.draining else "this gateway is starting: " + self._missing()
             )
-        if self.num_choices >= self.max_choices:
-            raise self.too_many_choices(1)
+        self.choices.require_room(1)
 
     def cut_slow_body(self, newest: Claim) -> bool:
         """End the body that held the most bytes for the longest; return False if that is `newest`, or none is slow."""
@@ -507,11 +473,6 @@ class Admission:
         slowest.cut_body()
         limit.reschedule(now_s)
         return True
-
-    def too_many_choices(self, num_wanted: int) -> Overloaded:
-        return Overloaded(
-            f"this gateway has no room for {num_wanted} more choices now; gateway.max_requests is {self.max_choices}"
-        )
 
     def _missing(self) -> str:
         return "waiting for " + (", ".join(self._read_readiness().for_strangers().waiting_for) or "the renderer")

@@ -407,7 +407,7 @@ class GatewayHost:
             read_outcomes=self._outcomes,
             read_admitted=lambda: (self.admission.num_in_flight, *self.admission.in_flight),
             read_num_unread_bytes=lambda: self.app.unread_answers.num_bytes,
-            read_num_image_bytes=lambda: self.admission.num_image_bytes,
+            read_num_image_bytes=lambda: self.admission.image_bytes.num_taken,
         )
 
     def _note_models(self) -> None:

@@ -136,7 +136,7 @@ async def test_choices_are_answered_or_refused_as_labelled(cluster: Cluster) -> 
     attacker = Attacker(ATTACKS["choices"], [cluster.gateways[0].port], await key_of(cluster, "choices"))
     attacking = asyncio.create_task(attacker.run())
     admission = cluster.gateways[0].admission
-    await until(lambda: admission.num_choices == ADMITTED_CHOICES)
+    await until(lambda: admission.choices.num_taken == ADMITTED_CHOICES)
     await until(lambda: attacker.counts[f"{MOST_CHOICES} choices"]["429"] > 0)
     await until(lambda: attacker.counts[f"n={MOST_CHOICES}"]["400"] > 0)
     attacking.cancel()
@@ -166,7 +166,7 @@ async def test_a_trickled_body_is_counted_by_its_bytes_and_its_status(cluster: C
     for _ in range(3):
         await trickle.send_byte()
     admission = cluster.gateways[0].admission
-    await until(lambda: admission.num_body_bytes == 2)
+    await until(lambda: admission.body_bytes.num_taken == 2)
     assert counts == {"sent": 2, "401": 1, "bytes": 2}
     trickle.close()
     await until(lambda: not admission.num_in_flight)

@@ -22,9 +22,10 @@ from kvferry.gateway.identity.tenant_requests import TenantRequests
 from kvferry.gateway.metrics import GatewayMetrics
 
 
-def admission(**values: int) -> Admission:
+def admission(*, has_tenants: bool = False, **values: int) -> Admission:
     config = GatewayConfig.model_validate({"max_body_bytes": 1024, **values})
-    return Admission(config, GatewayMetrics(), lambda: Readiness(True, (), ()))
+    by_tenant = TenantRequests() if has_tenants else None
+    return Admission(config, GatewayMetrics(), lambda: Readiness(True, (), ()), by_tenant=by_tenant)
 
 
 def prompt(num_tokens: int, max_tokens: int, logprobs: int | None = None) -> RenderedPrompt:
@@ -34,14 +35,14 @@ def prompt(num_tokens: int, max_tokens: int, logprobs: int | None = None) -> Ren
 @pytest.mark.parametrize(
     ("limit", "key", "take"),
     [
-        ("gateway.max_requests is", "max_choices", Claim.take_choices),
-        ("those of all requests may be", "max_prompt_tokens", Claim.take_prompt_tokens),
-        ("those of all requests may have", "max_body_bytes", Claim.add_body_bytes),
+        ("gateway.max_requests is", "choices", Claim.take_choices),
+        ("a gateway takes", "prompt_tokens", Claim.take_prompt_tokens),
+        ("those of all requests may have", "body_bytes", Claim.add_body_bytes),
     ],
 )
 def test_a_limit_counts_what_all_requests_hold(limit: str, key: str, take: Callable[[Claim, int], None]) -> None:
     gateway = admission()
-    setattr(gateway, key, 2048)
+    getattr(gateway, key).most = 2048
     with gateway.count_request("completions") as one, gateway.count_request("completions") as other:
         take(one.claim, 2000)
         take(other.claim, 48)
@@ -67,11 +68,11 @@ def test_bytes_of_a_body_count_until_it_is_rendered() -> None:
 
 def test_what_an_idle_gateway_would_refuse_too_is_no_overload() -> None:
     gateway = admission(max_requests=4)
-    gateway.max_prompt_tokens = 100
+    gateway.prompt_tokens.most = 100
     with gateway.count_request("completions") as one:
         with pytest.raises(InvalidRequest, match=r"5 choices are too many; gateway\.max_requests is 4"):
             one.claim.take_choices(5)
-        with pytest.raises(InvalidRequest, match=r"are 102; a gateway takes 100"):
+        with pytest.raises(InvalidRequest, match=r"102 prompt tokens of all choices are too many; a gateway takes 100"):
             one.claim.take_answer([prompt(17, 1), prompt(17, 1)], 3)
     assert gateway.in_flight == (0, 0, 0)
 
@@ -80,7 +81,7 @@ def test_prompt_tokens_count_once_for_each_choice() -> None:
     gateway = admission()
     with gateway.count_request("completions") as one:
         one.claim.take_answer([prompt(10, 1), prompt(5, 1)], 4)
-        assert gateway.num_prompt_tokens == 60
+        assert gateway.prompt_tokens.num_taken == 60
 
 
 @pytest.mark.parametrize(
@@ -125,9 +126,8 @@ def test_a_full_or_leaving_gateway_refuses_before_it_reads() -> None:
 
 
 def test_a_tenant_holds_no_more_of_a_gateway_than_is_left_for_others() -> None:
-    gateway = admission(max_requests=64)
-    gateway.max_prompt_tokens = 6400
-    gateway.by_tenant = TenantRequests()
+    gateway = admission(max_requests=64, has_tenants=True)
+    gateway.prompt_tokens.most = 6400
     with gateway.count_request("completions") as flood, gateway.count_request("completions") as other:
         gateway.note_tenant(flood, "noise")
         gateway.note_tenant(other, "gold")
@@ -137,7 +137,9 @@ def test_a_tenant_holds_no_more_of_a_gateway_than_is_left_for_others() -> None:
         other.claim.take_choices(16)
         with pytest.raises(TenantOverloaded):
             other.claim.take_choices(1)
-        with pytest.raises(InvalidRequest, match="3201 prompt tokens are too many; of this gateway's 6400"):
+        with pytest.raises(
+            InvalidRequest, match="3201 prompt tokens of all choices are too many; of this gateway's 6400"
+        ):
             flood.claim.take_prompt_tokens(3201)
         flood.claim.take_prompt_tokens(3200)
         other.claim.take_prompt_tokens(1600)
@@ -148,7 +150,7 @@ def test_a_tenant_holds_no_more_of_a_gateway_than_is_left_for_others() -> None:
                 other.claim.fetching(1, 12, 16).__enter__()
         with flood.claim.fetching(8, 0, 16), pytest.raises(InvalidRequest, match="9 fetches of images are too many"):
             flood.claim.fetching(9, 0, 16).__enter__()
-    assert not gateway._held
+    assert not any(budget.by_tenant for budget in (gateway.choices, gateway.prompt_tokens, gateway.fetches))
     assert gateway.in_flight == (0, 0, 0)
 
 
@@ -156,7 +158,7 @@ def test_where_there_are_no_tenants_one_client_may_have_all() -> None:
     gateway = admission(max_requests=64)
     with gateway.count_request("completions") as one:
         one.claim.take_choices(64)
-    assert not gateway._held
+        assert not gateway.choices.by_tenant
 
 
 def test_a_starting_gateway_names_no_pool() -> None:
@@ -173,9 +175,8 @@ def test_refusals_say_nothing_of_what_others_have_in_flight(what: str, has_tenan
     of_others = (5, 12, 21) if has_tenants and what != "add_body_bytes" else (25, 28, 31)
     messages = set()
     for num_of_others in of_others:
-        gateway = admission(max_requests=64)
-        gateway.max_prompt_tokens = gateway.max_image_bytes = gateway.max_body_bytes = 64
-        gateway.by_tenant = TenantRequests() if has_tenants else None
+        gateway = admission(max_requests=64, has_tenants=has_tenants)
+        gateway.prompt_tokens.most = gateway.image_bytes.most = gateway.body_bytes.most = 64
         with gateway.count_request("completions") as one, gateway.count_request("completions") as other:
             gateway.note_tenant(one, "evil")
             gateway.note_tenant(other, "acme")

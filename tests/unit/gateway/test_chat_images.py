@@ -230,9 +230,10 @@ def test_a_text_part_is_no_way_to_an_image() -> None:
 MIB = 1 << 20
 
 
-def admission() -> Admission:
+def admission(*, has_tenants: bool = False) -> Admission:
     config = GatewayConfig.model_validate({"images": {"max_pending_mib": 4}})
-    return Admission(config, GatewayMetrics(), lambda: Readiness(True, (), ()))
+    by_tenant = TenantRequests() if has_tenants else None
+    return Admission(config, GatewayMetrics(), lambda: Readiness(True, (), ()), by_tenant=by_tenant)
 
 
 def test_images_in_flight_are_limited_and_given_back() -> None:
@@ -243,12 +244,12 @@ def test_images_in_flight_are_limited_and_given_back() -> None:
         with pytest.raises(Overloaded, match=r"gateway\.images\.max_pending_mib allows 4194304") as refused:
             other.claim.hold_images(1 * MIB + 1)
         assert refused.value.retry_after_s == 1
-        assert gateway.num_image_bytes == 4 * MIB
+        assert gateway.image_bytes.num_taken == 4 * MIB
         one.claim.hold_images(2 * MIB)
         other.claim.hold_images(2 * MIB)
-        with pytest.raises(InvalidRequest, match="the images of all choices take 4194305 bytes"):
+        with pytest.raises(InvalidRequest, match="4194305 bytes of images of all choices are too many"):
             other.claim.hold_images(4 * MIB + 1)
-    assert gateway.num_image_bytes == 0
+    assert gateway.image_bytes.num_taken == 0
 
 
 def test_prepared_images_count_once_for_each_choice() -> None:
@@ -258,22 +259,21 @@ def test_prepared_images_count_once_for_each_choice() -> None:
     with gateway.count_request("chat_completions") as one:
         one.claim.hold_images(100)
         one.claim.take_answer([prompt], 4)
-        assert gateway.num_image_bytes == 4 * MIB
+        assert gateway.image_bytes.num_taken == 4 * MIB
     with gateway.count_request("chat_completions") as one, pytest.raises(InvalidRequest, match="of all choices"):
         one.claim.take_answer([prompt], 5)
-    assert gateway.num_image_bytes == 0
+    assert gateway.image_bytes.num_taken == 0
 
 
 def test_a_tenant_leaves_room_for_images_of_others() -> None:
-    gateway = admission()
-    gateway.by_tenant = TenantRequests()
+    gateway = admission(has_tenants=True)
     with gateway.count_request("chat_completions") as one, gateway.count_request("chat_completions") as other:
         gateway.note_tenant(one, "acme")
         gateway.note_tenant(other, "acme")
         one.claim.hold_images(2 * MIB)
         with pytest.raises(TenantOverloaded, match="bytes of images"):
             other.claim.hold_images(1)
-    assert gateway.num_image_bytes == 0
+    assert gateway.image_bytes.num_taken == 0
 
 
 def limited(gateway: Admission, claim: Claim) -> GatewayLimits:
@@ -305,7 +305,7 @@ def test_a_chat_with_images_whose_prompt_finds_no_room_is_given_back() -> None:
     with gateway.count_request("chat_completions") as one:
         limits = limited(gateway, one.claim)
         one.claim.count(1)
-        gateway.num_prompt_tokens = gateway.max_prompt_tokens  # of others
+        gateway.prompt_tokens.num_taken = gateway.prompt_tokens.most  # of others
         with pytest.raises(Overloaded) as refused:
             one.claim.take_answer([RenderedPrompt([1], Sampling(max_tokens=1))], 1)
         one.failed(refused.value)

@@ -98,7 +98,7 @@ class GrpcEndpoint:
         self._read_readiness = read_readiness
         self._health = Health(("", SERVICE), self._is_ready)
         self._reflection = Reflection((SERVICE, HEALTH, REFLECTION), self._identify, self._refuse)
-        self._reads = MessageReads(max(1, admission.max_body_bytes // _max_message_bytes(config)))
+        self._reads = MessageReads(max(1, admission.body_bytes.most // _max_message_bytes(config)))
         self._server: grpc.aio.Server | None = None
         self._ender: ConnectionEnder | None = None
         self._draining: asyncio.Task[None] | None = None

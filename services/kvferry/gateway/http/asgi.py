@@ -99,7 +99,7 @@ class HttpApp:
         self.connection_limits = ConnectionLimits(
             raise_descriptor_limit(MAX_CONNECTIONS), config.max_connections_per_peer
         )
-        self.unread_answers = UnreadAnswers(admission.max_body_bytes, self._note_cut)
+        self.unread_answers = UnreadAnswers(admission.body_bytes.most, self._note_cut)
         self._admission = admission
         self._access = access
         self._config = config
