@@ -52,3 +52,13 @@ def test_what_is_no_folder_of_ours_stays(tmp_path: Path) -> None:
     EngineFolder(parent).remove()
     assert len(list(parent.iterdir())) == 4
     assert (outside / "lock").exists()
+
+
+def test_a_run_folder_that_is_not_there_yet_is_made_and_is_private(tmp_path: Path) -> None:
+    parent = tmp_path / "run" / "r"
+    folder = EngineFolder(parent)
+    try:
+        assert parent.stat().st_mode & 0o777 == 0o700
+    finally:
+        folder.remove()
+    assert parent.is_dir()

@@ -21,6 +21,7 @@ class EngineFolder:
     def __init__(self, parent: Path | None = None) -> None:
         """Make the folder below `parent`, or in the temporary folder. Raises OSError."""
         parent = Path(tempfile.gettempdir()) if parent is None else parent
+        parent.mkdir(0o700, parents=True, exist_ok=True)
         _remove_abandoned(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         self._lock_fd = os.open(self.path / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
