@@ -25,7 +25,7 @@ MAX_LOSSES = 2
 # row without a further token, and in all.
 MAX_LOSSES_WITHOUT_PROGRESS = 4
 MAX_SHARED_LOSSES = 8
-# For which its workers hold others, of any gateway, to blame. In all: a request may end each engine after a few tokens.
+# For which workers hold others, of any gateway, to blame, and its own: it may end each engine after a few tokens.
 MAX_BLAMELESS_LOSSES = 4
 # In a row without a further token, with those that were forgiven: a request may hang each engine for a while only.
 MAX_LOSSES_IN_A_ROW = 6
@@ -93,7 +93,7 @@ class RequestLosses:
             or self._num_without_progress >= MAX_LOSSES_WITHOUT_PROGRESS
             or self._num_shared >= MAX_SHARED_LOSSES
             or self._num_in_a_row >= MAX_LOSSES_IN_A_ROW
-            or self._num_blameless >= MAX_BLAMELESS_LOSSES
+            or self.num_blamed + self._num_blameless >= MAX_BLAMELESS_LOSSES
         )
 
     def add(

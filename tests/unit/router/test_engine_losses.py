@@ -75,6 +75,19 @@ def test_a_request_that_is_never_to_blame_loses_four_engines_at_most() -> None:
     assert (request.num_blamed, request.workers) == (0, [A] * MAX_BLAMELESS_LOSSES)
 
 
+def test_losses_that_are_and_are_not_its_own_are_four_at_most() -> None:
+    """Other gateways' requests without an output are on some of the engines that it ends, and not on others."""
+    engines, request = EngineLosses(), answered()
+    lose(engines, [request])
+    assert request.num_blamed == 1
+    for i in range(MAX_BLAMELESS_LOSSES - 1):
+        assert not request.are_too_many
+        engines.begin((B, i), request)
+        engines.lose((B, i), request, i + 1, 0.0, is_blameless=True)
+        engines.end((B, i), request)
+    assert request.are_too_many
+
+
 def test_streams_that_lose_engines_together_go_on_while_they_progress() -> None:
     engines, streams = EngineLosses(), [answered(), answered()]
     for i in range(MAX_SHARED_LOSSES - 1):
