@@ -51,9 +51,9 @@ LIMITS = {
     "readme_words": 900,
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
-    "files": 286,
-    "lines": 44_614,
-    "docstring_words": 34_268,  # a share of the lines would rise where code goes
+    "files": 280,
+    "lines": 44_581,
+    "docstring_words": 34_231,  # a share of the lines would rise where code goes
     "root_modules": 6,
     "most_files_in_a_package": 16,
     "settings": 184,

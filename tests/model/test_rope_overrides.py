@@ -105,7 +105,7 @@ async def test_gateways_have_the_context_of_the_overrides(folder: Path) -> None:
 
 
 def test_pages_and_chunks_of_other_rotations_are_others(folder: Path) -> None:
-    from kvferry.engine.vllm.plugins.tier.chunk_layout import layout_fields
+    from kvferry.engine.vllm.plugins.exchange_fields import layout_fields
 
     other = {"rope_parameters": {**YARN["rope_parameters"], "factor": 4.5}}
     layouts = {

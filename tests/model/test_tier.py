@@ -337,7 +337,7 @@ async def test_what_is_ferried_is_not_read_from_the_volume_as_well(world: World,
     assert tokens == expected_other
     assert last.sources == PromptSources(len(other) - NUM_PAGES * BLOCK_SIZE, 0, NUM_PAGES * BLOCK_SIZE)
     assert minus(world.decode.stats().cached_tokens, before).volume == NUM_PAGES * BLOCK_SIZE
-    # An engine that only keeps pages naps (cpu_waits.py), until they are released (nixl_lease.py).
+    # An engine that only keeps pages naps (cpu_device.py), until they are released (nixl_lease.py).
     steps, num_used = prefilling.stats().num_steps, prefilling.stats().num_pages_used
     assert num_used > NUM_PAGES
     await asyncio.sleep(1.0)  # the window of the measurement

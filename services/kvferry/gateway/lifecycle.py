@@ -37,9 +37,8 @@ from kvferry.gateway.http.tls_handshake import TlsHandshake
 from kvferry.gateway.http.uvicorn_connection import HttpProtocol
 from kvferry.gateway.identity.identification import Identification
 from kvferry.gateway.intake import Intake
-from kvferry.gateway.metrics import GatewayMetrics, VolumeSample, WorkerSample
+from kvferry.gateway.metrics import GatewayMetrics, Targets, VolumeSample, WorkerSample
 from kvferry.gateway.models import AdapterNames, Models
-from kvferry.gateway.prometheus_targets import Targets
 from kvferry.gateway.timeouts import TokenTimeouts
 from kvferry.gateway.tls import GatewayTls
 from kvferry.gateway.usage.tenant_uses import TenantUses

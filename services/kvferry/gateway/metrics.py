@@ -6,10 +6,15 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from kvferry.engine.base import RenderOutcomes
+from kvferry.errors import UnavailableError
 from kvferry.gateway.usage.tenant_uses import ModelUses, TenantUses
 from kvferry.keeper.volume_state import VolumeState
+from kvferry.membership.base import Member, Membership
 from kvferry.observability.exposition import Exposition, Reading, SpanCounts, read_spans
 from kvferry.observability.telemetry import (
     BODY_BYTES_IN_FLIGHT,
@@ -62,7 +67,7 @@ from kvferry.observability.telemetry import (
     WORKERS_SEEN,
     Exporter,
 )
-from kvferry.router.metrics import RouterMetrics
+from kvferry.router.request_placer import RouterMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +194,31 @@ def _of_rendering(rendering: RenderOutcomes, fetches: Mapping[str, int]) -> Iter
     for metric, outcomes in counted.items():
         for outcome, num in outcomes.items():
             yield Reading(metric, (outcome,), num)
+
+
+class Targets:
+    """Members that expose metrics. While etcd is away, the last known ones."""
+
+    def __init__(self, membership: Membership, *, scheme: str) -> None:
+        self._membership = membership
+        self._scheme = scheme
+        self._members: tuple[Member, ...] = ()
+
+    async def read(self) -> bytes:
+        """Return JSON for `http_sd_configs`. Raises UnavailableError while no member was ever known."""
+        try:
+            self._members = await self._membership.members()
+        except UnavailableError:
+            if not self._members:
+                raise
+        members = sorted(self._members, key=lambda member: (member.kind, member.member_id))
+        return msgspec.json.encode([self._target(member) for member in members if member.metrics_address])
+
+    def _target(self, member: Member) -> dict[str, Any]:
+        labels = {
+            "__scheme__": self._scheme,
+            "member": member.member_id,
+            "kind": member.kind.value,
+            "node": member.node,
+        }
+        return {"targets": [member.metrics_address], "labels": labels}

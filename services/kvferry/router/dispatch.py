@@ -32,12 +32,18 @@ from kvferry.membership.base import MemberId
 from kvferry.observability.telemetry import FALLBACK_CAUSES
 from kvferry.observability.tracing import Span, end_after
 from kvferry.router.engine_losses import digest_of
-from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement_policy import Measured, Policy
 from kvferry.router.priced_placement import Decision
 from kvferry.router.prices.pricing import NO_VOLUMES, VolumeCosts
 from kvferry.router.request import Answer, Request, RequestRecord, RequestState, set_answer_attributes
-from kvferry.router.request_placer import NOT_TRIED, PlacedAttempt, RequestPlacer, Router, no_decode_worker
+from kvferry.router.request_placer import (
+    NOT_TRIED,
+    PlacedAttempt,
+    RequestPlacer,
+    Router,
+    RouterMetrics,
+    no_decode_worker,
+)
 from kvferry.router.request_run import KeptPages, RequestRun, engine_of
 from kvferry.router.room_queue import ASK_AGAIN_S
 from kvferry.router.worker_pool import WorkerPool

@@ -14,9 +14,21 @@ from kvferry.link.identity import CONTINUE, IMAGES
 from kvferry.link.quarantine import QUARANTINE_S
 from kvferry.link.worker_link import Place, WorkerLink
 from kvferry.membership.base import MemberKind
+from kvferry.observability.exposition import Exposition
+from kvferry.observability.telemetry import (
+    CONTINUED_REQUESTS,
+    DECODE_RETRIES,
+    PLACEMENT_SECONDS,
+    PLACEMENTS,
+    PREEMPTED_REQUESTS,
+    PREFILL_FALLBACKS,
+    PREFILL_SECONDS,
+    QUARANTINED_REQUESTS,
+    SKIPPED_VOLUME_LOADS,
+    TRANSFERRED_PAGES,
+)
 from kvferry.pages.keys import page_images, route_keys, seed_of
 from kvferry.router.engine_losses import digest_of
-from kvferry.router.metrics import RouterMetrics
 from kvferry.router.placement import Candidate, Placement, PlacementRequest, Reason, can_exchange, why_unequal
 from kvferry.router.placement_policy import Policy
 from kvferry.router.priced_placement import Decision
@@ -24,6 +36,22 @@ from kvferry.router.prices.pricing import VolumeCosts
 from kvferry.router.request import Answer, Request
 from kvferry.router.request_run import RequestRun
 from kvferry.router.worker_pool import WorkerPool
+
+
+class RouterMetrics:
+    def __init__(self, exposition: Exposition) -> None:
+        placements = exposition.counter(PLACEMENTS)
+        self.placements = {reason: placements.labels(reason=reason.value) for reason in Reason}
+        self.placement_seconds = exposition.histogram(PLACEMENT_SECONDS)
+        self.skipped_volume_loads = exposition.counter(SKIPPED_VOLUME_LOADS)
+        self.prefill_seconds = exposition.histogram(PREFILL_SECONDS)
+        self.prefill_fallbacks = exposition.counter(PREFILL_FALLBACKS)
+        self.continued_requests = exposition.counter(CONTINUED_REQUESTS)
+        self.preempted_requests = exposition.counter(PREEMPTED_REQUESTS)
+        self.quarantined = exposition.counter(QUARANTINED_REQUESTS)
+        self.decode_retries = exposition.counter(DECODE_RETRIES)
+        self.transferred_pages = exposition.counter(TRANSFERRED_PAGES)
+
 
 RESERVE_TIMEOUT_S = 1.0
 MAX_REFUSALS = 8  # of workers that said they had room, before the request waits in line

@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/tier/chunk_layout.py"""
+"""engine/vllm/plugins/exchange_fields.py"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vllm
 
 
 class TestChunkLayout:
-    """engine/vllm/plugins/tier/chunk_layout.py"""
+    """engine/vllm/plugins/exchange_fields.py"""
 
     @pytest.fixture(autouse=True)
     def _known_backend(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ class TestChunkLayout:
     def test_whatever_changes_a_byte_changes_the_digest(self) -> None:
         import torch
 
-        from kvferry.engine.vllm.plugins.tier.chunk_layout import layout_fields
+        from kvferry.engine.vllm.plugins.exchange_fields import layout_fields
         from kvferry.keeper.layout import ChunkLayout
 
         named = {"model_name": "m", "weights_revision": "r", "blocks_per_chunk": 1}

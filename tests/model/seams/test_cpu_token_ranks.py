@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/cpu_token_ranks.py"""
+"""engine/vllm/plugins/cpu_device.py"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.vllm
 
 
 class TestCpuTokenRanks:
-    """engine/vllm/plugins/cpu_token_ranks.py"""
+    """engine/vllm/plugins/cpu_device.py"""
 
     def test_vllm_still_compiles_the_function_that_we_replace(self) -> None:
         """When this fails, the repair may have to change, or can go."""
@@ -25,10 +25,10 @@ class TestCpuTokenRanks:
         import torch
         from vllm.v1.sample import sampler
 
-        from kvferry.engine.vllm.plugins import cpu_token_ranks
+        from kvferry.engine.vllm.plugins import cpu_device
 
         monkeypatch.setattr(sampler, "batched_count_greater_than", None)
-        cpu_token_ranks.count_without_compiled_code()
+        cpu_device.count_without_compiled_code()
         logprobs = torch.tensor([[-1.0, -2.0, -2.0, -9.0], [-3.0, -0.5, float("-inf"), -0.5]])
         tokens = torch.tensor([1, 2])
         seen = sampler.Sampler.gather_logprobs(logprobs, 2, tokens)

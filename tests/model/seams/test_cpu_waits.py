@@ -1,4 +1,4 @@
-"""engine/vllm/plugins/cpu_waits.py"""
+"""engine/vllm/plugins/cpu_device.py"""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestNixlProgress:
 
         from nixl._api import nixl_agent
 
-        from kvferry.engine.vllm.plugins.cpu_waits import PROGRESS_PERIOD_US, blocking_progress_thread
+        from kvferry.engine.vllm.plugins.cpu_device import PROGRESS_PERIOD_US, blocking_progress_thread
 
         bindings = sys.modules[nixl_agent.__module__].nixlBind
         plain = bindings.nixlAgentConfig
@@ -68,12 +68,12 @@ class TestNixlIdleSteps:
     def test_only_steps_that_neither_compute_nor_notify_pause(
         self, monkeypatch: pytest.MonkeyPatch, num_tokens: int, finished: set[str], expected: int
     ) -> None:
-        from kvferry.engine.vllm.plugins import cpu_waits
+        from kvferry.engine.vllm.plugins import cpu_device
 
         pauses: list[float] = []
-        monkeypatch.setattr(cpu_waits, "time", SimpleNamespace(sleep=pauses.append))
+        monkeypatch.setattr(cpu_device, "time", SimpleNamespace(sleep=pauses.append))
         scheduler = SimpleNamespace(build_connector_meta=lambda output: ("meta of", output))
-        cpu_waits.slow_idle_steps(scheduler)
+        cpu_device.slow_idle_steps(scheduler)
         output = SimpleNamespace(total_num_scheduled_tokens=num_tokens, finished_req_ids=finished)
         assert scheduler.build_connector_meta(output) == ("meta of", output)
-        assert pauses == [cpu_waits.IDLE_STEP_PAUSE_S] * expected
+        assert pauses == [cpu_device.IDLE_STEP_PAUSE_S] * expected

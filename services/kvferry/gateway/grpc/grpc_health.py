@@ -13,8 +13,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from kvferry.errors import KvferryError, shortened
-from kvferry.gateway.grpc.grpc_errors import status_of
-from kvferry.gateway.grpc.grpc_messages import MessageReads
+from kvferry.gateway.grpc.grpc_messages import MessageReads, status_of
 
 SERVICE = "grpc.health.v1.Health"
 

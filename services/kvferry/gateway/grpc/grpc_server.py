@@ -21,10 +21,9 @@ from kvferry.errors import (
 )
 from kvferry.gateway.admission import Admission, CountedRequest, Readiness
 from kvferry.gateway.grpc.grpc_connections import ConnectionEnder
-from kvferry.gateway.grpc.grpc_errors import status_of
 from kvferry.gateway.grpc.grpc_health import SERVICE as HEALTH
 from kvferry.gateway.grpc.grpc_health import Health
-from kvferry.gateway.grpc.grpc_messages import MessageReads
+from kvferry.gateway.grpc.grpc_messages import MessageReads, status_of
 from kvferry.gateway.grpc.grpc_reflection import SERVICE as REFLECTION
 from kvferry.gateway.grpc.grpc_reflection import Reflection
 from kvferry.gateway.grpc.grpc_requests import Chunks, Inference, InferenceAnswer

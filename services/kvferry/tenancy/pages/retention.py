@@ -17,8 +17,7 @@ from typing import NamedTuple
 from kvferry.tenancy.pages.hinted_pages import Place, Spot, first_private
 from kvferry.tenancy.pages.outcome import OTHER, Cause, Refusal, Stored, TenantUsage, Victim
 from kvferry.tenancy.pages.page import MAX_COUNTED_REUSES, Page, PageList
-from kvferry.tenancy.pages.tenant_order import TenantOrder
-from kvferry.tenancy.pages.tenant_pages import NEVER, Candidate, TenantPages
+from kvferry.tenancy.pages.tenant_pages import NEVER, Candidate, TenantOrder, TenantPages
 from kvferry.tenancy.pages.usage_report import TenantCounts
 from kvferry.tenancy.terms import TierContract, TierSettings, check_sum_of_floors
 

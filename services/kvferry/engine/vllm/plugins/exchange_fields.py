@@ -1,4 +1,4 @@
-"""Fields of the exchange digest, from vLLM's resolved configuration; the same in every process of an engine."""
+"""Fields of the exchange digest and of chunk layouts, from vLLM's configuration; the same in each engine process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.attention.selector import get_attn_backend
 
-from kvferry.pages.exchange import ARGUMENTS, PAGE_FORMATS, WEIGHTS, ExchangeFields, sorted_fields
+from kvferry.pages.exchange import ARGUMENTS, PAGE_FORMATS, WEIGHTS, ExchangeFields, exchange_digest, sorted_fields
 
 # Keys of the model's configuration that say where it lies and which program wrote it.
 _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
@@ -107,3 +107,28 @@ def page_dtype(vllm_config: Any) -> torch.dtype:
 
 def type_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# Pages outlive engines: what changes their bytes changes the layout.
+def layout_fields(
+    vllm_config: Any, *, model_name: str, weights_revision: str, blocks_per_chunk: int
+) -> dict[str, str | int]:
+    """Return all fields but `payload_bytes`."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    return {
+        "model": model_name,
+        "weights_revision": weights_revision,
+        "exchange": exchange_digest(exchange_fields(vllm_config, weights=weights_revision)),
+        "dtype": type_name(model.dtype),
+        "kv_cache_dtype": kv_cache_dtype(vllm_config),
+        "tokens_per_block": cache.block_size,
+        "blocks_per_chunk": blocks_per_chunk,
+        "num_layers": model.get_total_num_hidden_layers(),
+        "num_kv_heads": model.get_total_num_kv_heads(),
+        "head_size": model.get_head_size(),
+        "isa": instruction_set(vllm_config),
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        # vLLM's layouts are versioned only by vLLM.
+        "kv_layout": f"{cache.kv_cache_layout or 'default'}/vllm-{__version__}",
+    }

@@ -11,8 +11,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBa
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
 from kvferry.engine.vllm.plugins.absent_images import end_requests_of_absent_images
-from kvferry.engine.vllm.plugins.cpu_token_ranks import count_without_compiled_code
-from kvferry.engine.vllm.plugins.cpu_waits import blocking_progress_thread, slow_idle_steps
+from kvferry.engine.vllm.plugins.cpu_device import (
+    blocking_progress_thread,
+    count_without_compiled_code,
+    slow_idle_steps,
+)
 from kvferry.engine.vllm.plugins.drafts import (
     constrain_steps_with_drafts,
     count_drafts_for_min_tokens,

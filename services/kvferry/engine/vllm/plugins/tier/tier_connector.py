@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.engine.vllm.plugins.core_fields import CACHED_PARAMETER
-from kvferry.engine.vllm.plugins.tier.chunk_layout import layout_fields
+from kvferry.engine.vllm.plugins.exchange_fields import layout_fields
 from kvferry.engine.vllm.plugins.tier.cpu_tier import refuse_second_region
 from kvferry.engine.vllm.plugins.tier.cpu_tier_events import CpuTierEvents
 from kvferry.engine.vllm.plugins.tier.request_tier_state import RequestTierState
@@ -35,7 +35,7 @@ _MIN_CHUNK_BYTES = 1 << 20
 _MAX_CHUNK_TOKENS = 256
 
 # How long an idle step waits for the keeper on the CPU device, where idle steps take cores from computing
-# (cpu_waits.py).
+# (cpu_device.py).
 _IDLE_STEP_WAIT_S = 0.01
 
 
