@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections import Counter
 from typing import Any
 
@@ -13,14 +14,17 @@ import pytest
 
 from kvferry import config as configuration
 from kvferry.config import ClusterConfig
+from kvferry.engine.base import Renderer
 from kvferry.errors import ConfigError
+from kvferry.gateway.lifecycle import GatewayHost, build_renderer
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.link.identity import Identity, ServedModel
 from kvferry.membership.base import MemberKind
 from kvferry.pages.keys import route_keys, seed_of
 from kvferry.router.request import Request
+from kvferry_sim.membership import MemoryMembership
 from support.beside import answered, beside
-from support.waiting import SOON_S, until
+from support.waiting import PATIENCE_S, SOON_S, until
 
 from .conftest import MODEL, SimCluster, running
 from .test_access import BODY, bearer, grpc_to
@@ -434,3 +438,53 @@ async def test_a_model_that_cannot_be_loaded_keeps_no_other_from_serving(monkeyp
         is_there = True
         await until(lambda: not gateway.readiness().waiting_for)
         assert (await ask(http, model="Beta-7B")).status_code == 200
+
+
+async def test_a_gateway_is_not_ready_before_its_default_model_even_where_another_one_is() -> None:
+    may_load = threading.Event()
+
+    def make_renderer(config: ClusterConfig, folder: str) -> Renderer:
+        if folder == MODEL:
+            assert may_load.wait(PATIENCE_S)
+        return build_renderer(config, folder)
+
+    async with running(models=[ALPHA]) as cluster:
+        gateway = GatewayHost(cluster.config, MODEL, MemoryMembership(cluster.registry), make_renderer)
+        starting = asyncio.create_task(gateway.start())
+        try:
+            await until(lambda: [each.renderer is not None for each in gateway._models].count(True) == 1)
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as http:
+                for name in (MODEL, "alpha"):
+                    refused = await ask(http, model=name)
+                    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready"), name
+                ready = await http.get("/readyz")
+                assert (ready.status_code, ready.json()["waiting_for"][0]) == (503, "renderer")
+                may_load.set()
+                await starting
+                await until(lambda: gateway.readiness().ready)
+                assert [(await ask(http, model=name)).status_code for name in (MODEL, "alpha")] == [200, 200]
+        finally:
+            may_load.set()
+            await asyncio.gather(starting, return_exceptions=True)
+            await gateway.stop()
+
+
+async def test_without_a_default_model_an_unknown_name_is_404_before_any_model_is_loaded() -> None:
+    may_load = threading.Event()
+
+    def make_renderer(config: ClusterConfig, folder: str) -> Renderer:
+        assert may_load.wait(PATIENCE_S)
+        return build_renderer(config, folder)
+
+    async with running(models=[ALPHA], **NO_DEFAULT) as cluster:
+        gateway = GatewayHost(cluster.config, MODEL, MemoryMembership(cluster.registry), make_renderer)
+        try:
+            await gateway.start()
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as http:
+                assert (await ask(http, model="nope")).status_code == 404
+                loading = await ask(http, model="alpha")
+                assert (loading.status_code, "loading the model 'alpha'" in loading.text) == (503, True)
+                assert (await http.get("/readyz")).status_code == 503
+        finally:
+            may_load.set()
+            await gateway.stop()

@@ -152,7 +152,7 @@ class Models:
         self._entries: dict[str, _Entry] = {}  # by label
         self._loading: dict[str, asyncio.Task[None]] = {}  # by pool
         self._closing = TaskSet()
-        self._is_started = False
+        self.is_started = False  # the default model is loaded, if there is one
         self._past_outcomes = RenderOutcomes()  # of models that are gone
         self.pools: tuple[str, ...] = ()  # by their configured names, beside the default one
         self._set(config)
@@ -178,7 +178,8 @@ class Models:
 
     @property
     def is_loaded(self) -> bool:
-        return any(model.renderer is not None for model in self)
+        # Not before the default model, which is asked for most, and may end the start.
+        return self.is_started and any(model.renderer is not None for model in self)
 
     def missing(self) -> list[str]:
         """Return labels of models without a renderer."""
@@ -298,7 +299,7 @@ class Models:
     def apply(self, config: ClusterConfig) -> None:
         """Serve the models of a configuration. Those that did not change stay as they are."""
         self._set(config)
-        if self._is_started:
+        if self.is_started:
             self._load_missing()
         self._on_change()
 
@@ -353,7 +354,7 @@ class Models:
         default = self._entries.get(DEFAULT_POOL)
         if default is not None:
             await self._load(default.current)
-        self._is_started = True
+        self.is_started = True
         self._load_missing()  # what came meanwhile
 
     async def close(self) -> None:

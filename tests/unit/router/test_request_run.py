@@ -72,6 +72,7 @@ def test_a_failed_decode(error: Any, are_pages_kept: bool, may_try_decode: bool,
     assert run.may_try(DECODE) is may_try_decode
     assert run.may_try(PREFILL) is may_try_prefill
     assert run.may_try(a_link("d", 2)), "a worker that returned"
+    assert run.may_try(a_link("p", 2)), "so may the one that kept the pages"
     kept = run.drop_kept()
     assert (kept is not None) is are_pages_kept, "pages that an engine may read are not released"
 

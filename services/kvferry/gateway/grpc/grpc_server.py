@@ -273,7 +273,7 @@ class GrpcEndpoint:
                 counted.trace = self._begin_trace(
                     endpoint, {name: value for name, value in metadata if isinstance(value, str)}
                 )
-                self._admission.require_admission(can_render=self._models.is_loaded)
+                self._admission.require_admission(can_render=self._models.is_started)
                 raw = await self._reads.read(context)
                 if len(raw) > self._config.max_body_bytes:
                     raise BodyTooLarge(

@@ -235,7 +235,7 @@ class HttpApp:
                     raise
                 counted.trace = self._begin_trace(endpoint, scope, scope["headers"])
                 require_json(scope["headers"])
-                self._admission.require_admission(can_render=self._models.is_loaded)
+                self._admission.require_admission(can_render=self._models.is_started)
                 exchange = exchange_of(scope)
                 counted.body = await self._read_body(scope, exchange, receive, counted.claim)
                 debug = _read_debug(scope["headers"])
