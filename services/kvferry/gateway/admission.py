@@ -104,7 +104,7 @@ class Budget:
                 f"{num_held + num} {self.what} are too many; {self.limit} {self.most}", param=self.param
             )
         self.require_room(num)
-        self.take_part(tenant, num, self.num_taken, self.most)
+        self.take_for_tenant(tenant, num, self.num_taken, self.most)
         self.num_taken += num
 
     def require_room(self, num: int) -> None:
@@ -113,9 +113,9 @@ class Budget:
 
     def give_back(self, tenant: str, num: int) -> None:
         self.num_taken -= num
-        self.give_part_back(tenant, num)
+        self.give_back_for_tenant(tenant, num)
 
-    def take_part(self, tenant: str, num: int, num_taken: int, most: int) -> None:
+    def take_for_tenant(self, tenant: str, num: int, num_taken: int, most: int) -> None:
         if not self.is_shared:
             return
         if 2 * num > most:
@@ -132,7 +132,7 @@ class Budget:
         if held:
             self.by_tenant[tenant] = held
 
-    def give_part_back(self, tenant: str, num: int) -> None:
+    def give_back_for_tenant(self, tenant: str, num: int) -> None:
         if self.is_shared and num:
             self.by_tenant[tenant] -= num
             if not self.by_tenant[tenant]:
@@ -200,11 +200,11 @@ class Claim:
     def fetching(self, num_images: int, num_running: int, most: int) -> Iterator[None]:
         """Raises as `Budget.take` does. `num_running` of `most` are the fetcher's."""
         fetches = self._admission.fetches
-        fetches.take_part(self.tenant, num_images, num_running, most)
+        fetches.take_for_tenant(self.tenant, num_images, num_running, most)
         try:
             yield
         finally:
-            fetches.give_part_back(self.tenant, num_images)
+            fetches.give_back_for_tenant(self.tenant, num_images)
 
     def _take(self, budget: Budget, num: int) -> None:
         num_held = self._held.get(budget, 0)

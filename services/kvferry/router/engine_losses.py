@@ -25,7 +25,7 @@ MAX_LOSSES = 2
 # row without a further token, and in all.
 MAX_LOSSES_WITHOUT_PROGRESS = 4
 MAX_SHARED_LOSSES = 8
-# For which workers hold others, of any gateway, to blame, and its own: it may end each engine after a few tokens.
+# A request's losses that requests of any gateway are blamed for, and its own: it may end each engine after some tokens.
 MAX_BLAMELESS_LOSSES = 4
 # In a row without a further token, with those that were forgiven: a request may hang each engine for a while only.
 MAX_LOSSES_IN_A_ROW = 6

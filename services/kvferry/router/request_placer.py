@@ -37,6 +37,11 @@ from kvferry.router.request import Answer, Request
 from kvferry.router.request_run import RequestRun
 from kvferry.router.worker_pool import WorkerPool
 
+RESERVE_TIMEOUT_S = 1.0
+MAX_REFUSALS = 8  # of workers that said they had room, before the request waits in line
+
+NOT_TRIED = f"the same request is not tried again for {QUARANTINE_S / 60:g} minutes"
+
 
 class RouterMetrics:
     def __init__(self, exposition: Exposition) -> None:
@@ -51,12 +56,6 @@ class RouterMetrics:
         self.quarantined = exposition.counter(QUARANTINED_REQUESTS)
         self.decode_retries = exposition.counter(DECODE_RETRIES)
         self.transferred_pages = exposition.counter(TRANSFERRED_PAGES)
-
-
-RESERVE_TIMEOUT_S = 1.0
-MAX_REFUSALS = 8  # of workers that said they had room, before the request waits in line
-
-NOT_TRIED = f"the same request is not tried again for {QUARANTINE_S / 60:g} minutes"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ WORKER_WAIT_S = 60.0  # of a request that lost its decode worker, for another on
 MAX_PREFILL_ATTEMPTS = 2  # then the decode worker computes the prompt
 
 # ENDED follows all.
-FOLLOWING = {
+_FOLLOWING = {
     RequestState.QUEUED: {RequestState.PLACED},
     RequestState.PLACED: {RequestState.PREFILLING, RequestState.DECODING, RequestState.QUEUED},
     RequestState.PREFILLING: {RequestState.PLACED, RequestState.QUEUED},
@@ -78,7 +78,7 @@ class RequestRun:
         return not self._failed or engine_of(link) not in self._failed
 
     def begin_placing(self) -> bool:
-        """Return whether to wait for news of room first: the worker that refused the answer would again."""
+        """Return whether to wait for news of room first: its last worker would refuse it again."""
         if self.has_begun:
             self._line_ends_s = None  # an answer that is preempted waits anew
         must_wait, self._must_wait = self._must_wait, False
@@ -130,7 +130,8 @@ class RequestRun:
 
     def refuse_prefill(self, error: Overloaded) -> None:
         # Full is not failed: the link says so until the worker has room, and nothing was computed.
-        self._note_full(error)
+        self.last_error = error
+        self._note_full()
         self._become(RequestState.QUEUED)
 
     def begin_decode(self, link: WorkerLink) -> None:
@@ -159,7 +160,7 @@ class RequestRun:
         self.last_error = error
         if isinstance(error, Overloaded):
             self._failed.discard(engine_of(link))
-            self._note_full(error)
+            self._note_full()
         self._become(RequestState.QUEUED)
 
     def note_loss(self, worker: MemberId) -> None:
@@ -176,7 +177,7 @@ class RequestRun:
         return kept if kept is not None and not kept.is_given else None
 
     def _become(self, state: RequestState) -> None:
-        assert state in FOLLOWING[self.record.state], f"{state} after {self.record.state}"
+        assert state in _FOLLOWING[self.record.state], f"{state} after {self.record.state}"
         self.record.state = state
 
     def _count_prefill_failure(self, engine: Engine | None) -> None:
@@ -184,7 +185,6 @@ class RequestRun:
             self._failed.add(engine)
         self._num_prefill_failures += 1
 
-    def _note_full(self, error: Overloaded) -> None:
-        self.last_error = error
+    def _note_full(self) -> None:
         # A new request is not sent there again before the worker tells of room; one that goes on would be.
         self._must_wait = self._must_wait or bool(self.answer.token_ids)
