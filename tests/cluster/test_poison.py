@@ -263,7 +263,7 @@ async def test_a_suspect_is_tried_after_the_first_outputs_of_other_gateways(
 ) -> None:
     """Else it is refused for an engine that a request of another gateway ends."""
     generate = SimEngine.generate
-    may_answer = asyncio.Event()
+    may_answer, is_killed = asyncio.Event(), asyncio.Event()
     slow: list[SimEngine] = []
     tried: list[SimEngine] = []
 
@@ -272,8 +272,8 @@ async def test_a_suspect_is_tried_after_the_first_outputs_of_other_gateways(
     ) -> AsyncIterator[EngineOutput]:
         is_slow = len(request.prompt_token_ids) < 20
         (slow if is_slow else tried).append(engine)
-        if is_slow:
-            await may_answer.wait()
+        # The suspect has no answer before its first engine is killed.
+        await (may_answer if is_slow else is_killed).wait()
         async for output in generate(engine, request, **of_worker):
             yield output
 
@@ -294,6 +294,7 @@ async def test_a_suspect_is_tried_after_the_first_outputs_of_other_gateways(
             ):
                 await until(lambda: bool(tried))
                 tried[0].kill()
+                is_killed.set()
                 (left,) = (host for host, engine in cluster.workers if engine is not tried[0])
                 await until(lambda: left.server.is_full, what="the suspect waits there")
                 assert len(tried) == 1
