@@ -1,4 +1,4 @@
-"""Types of a placement, and the round-robin choice."""
+"""Types of a placement."""
 
 from __future__ import annotations
 
@@ -94,21 +94,3 @@ def unpaired(prefill: Sequence[Member], decode: Sequence[Member]) -> Iterator[tu
         for worker in workers:
             if page_format(worker) not in formats:
                 yield worker, others[0]
-
-
-class RoundRobin:
-    def __init__(self) -> None:
-        self._turn = 0
-
-    def place(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement | None:
-        """None when there is no decode worker."""
-        if not decode:
-            return None
-        turn, self._turn = self._turn, self._turn + 1
-        chosen = decode[turn % len(decode)].member
-        if not prefill:
-            return Placement(None, chosen.member_id, Reason.NO_PREFILL_WORKER)
-        partners = [candidate.member for candidate in prefill if can_exchange(candidate.member, chosen)]
-        if not partners:
-            return Placement(None, chosen.member_id, Reason.UNEQUAL_PAGES)
-        return Placement(partners[turn % len(partners)].member_id, chosen.member_id, Reason.DISAGGREGATED)

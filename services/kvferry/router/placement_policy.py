@@ -12,7 +12,7 @@ import msgspec
 from kvferry.engine.base import EngineDurations, RequestId
 from kvferry.membership.base import MemberId
 from kvferry.residency.index import ResidencyIndex
-from kvferry.router.placement import Candidate, Placement, PlacementRequest, RoundRobin
+from kvferry.router.placement import Candidate, Placement, PlacementRequest, Reason, can_exchange
 from kvferry.router.priced_placement import Decision, Placer
 from kvferry.router.prices.pricing import Price, VolumeCosts
 from kvferry.router.prices.rates import CostDefaults
@@ -35,7 +35,7 @@ class Measured(msgspec.Struct, frozen=True, gc=False):
 
 
 class Policy(Protocol):
-    """Every `began` must be followed by `ended`."""
+    """Every `began` must be followed by `ended`. What a policy does not define, it does not need."""
 
     def place(
         self,
@@ -48,13 +48,17 @@ class Policy(Protocol):
         may_be_aggregated: bool,
     ) -> Placement | None: ...
 
-    def began(self, request: PlacementRequest, placement: Placement, now_s: float) -> None: ...
+    def began(self, request: PlacementRequest, placement: Placement, now_s: float) -> None:
+        return
 
-    def prefilled(self, request_id: RequestId, now_s: float) -> None: ...
+    def prefilled(self, request_id: RequestId, now_s: float) -> None:
+        return
 
-    def first_token(self, request_id: RequestId, now_s: float) -> None: ...
+    def first_token(self, request_id: RequestId, now_s: float) -> None:
+        return
 
-    def ended(self, request_id: RequestId, now_s: float, num_generated: int | None) -> None: ...
+    def ended(self, request_id: RequestId, now_s: float, num_generated: int | None) -> None:
+        return
 
     def learn_prefill(
         self,
@@ -65,11 +69,13 @@ class Policy(Protocol):
         durations: EngineDurations | None,
     ) -> None:
         """`elapsed_ms` from the gateway's submit to the end counts where `durations` are not known."""
-        ...
+        return
 
-    def learn(self, worker: MemberId, measured: Measured) -> None: ...
+    def learn(self, worker: MemberId, measured: Measured) -> None:
+        return
 
-    def forget(self, worker: MemberId) -> None: ...
+    def forget(self, worker: MemberId) -> None:
+        return
 
 
 class PricedPolicy:
@@ -178,11 +184,11 @@ def _beside(amount: int, share: float | None) -> float | None:
     return amount / share - amount if share is not None else None
 
 
-class RoundRobinPolicy:
-    """Disaggregated wherever possible: a baseline and a fallback."""
+class RoundRobinPolicy(Policy):
+    """Disaggregated wherever possible: a baseline. It learns nothing."""
 
     def __init__(self) -> None:
-        self._round_robin = RoundRobin()
+        self._turn = 0
 
     def place(
         self,
@@ -194,35 +200,16 @@ class RoundRobinPolicy:
         volumes: Mapping[str, VolumeCosts],
         may_be_aggregated: bool,
     ) -> Placement | None:
-        return self._round_robin.place(prefill, decode)
-
-    def began(self, request: PlacementRequest, placement: Placement, now_s: float) -> None:
-        pass
-
-    def prefilled(self, request_id: RequestId, now_s: float) -> None:
-        pass
-
-    def first_token(self, request_id: RequestId, now_s: float) -> None:
-        pass
-
-    def ended(self, request_id: RequestId, now_s: float, num_generated: int | None) -> None:
-        pass
-
-    def learn_prefill(
-        self,
-        worker: MemberId,
-        computed_tokens: int,
-        elapsed_ms: float,
-        placement: Placement,
-        durations: EngineDurations | None,
-    ) -> None:
-        pass
-
-    def learn(self, worker: MemberId, measured: Measured) -> None:
-        pass
-
-    def forget(self, worker: MemberId) -> None:
-        pass
+        if not decode:
+            return None
+        turn, self._turn = self._turn, self._turn + 1
+        chosen = decode[turn % len(decode)].member
+        if not prefill:
+            return Placement(None, chosen.member_id, Reason.NO_PREFILL_WORKER)
+        partners = [candidate.member for candidate in prefill if can_exchange(candidate.member, chosen)]
+        if not partners:
+            return Placement(None, chosen.member_id, Reason.UNEQUAL_PAGES)
+        return Placement(partners[turn % len(partners)].member_id, chosen.member_id, Reason.DISAGGREGATED)
 
 
 def explain(placement: Placement) -> dict[str, Any]:
