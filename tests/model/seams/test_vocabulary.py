@@ -170,11 +170,12 @@ async def test_an_engine_refuses_what_an_older_gateway_lets_pass(
     assert not engine._num_queued_prompt_tokens
 
 
-def test_a_model_with_more_rows_than_tokens_has_them_all() -> None:
+@pytest.mark.parametrize("num_before", [1, 1000])
+def test_a_model_with_more_rows_than_tokens_has_them_all(num_before: int) -> None:
     tokenizer = SimpleNamespace(max_token_id=9, decode=lambda ids: "", eos_token_id=3)
     vocabulary = Vocabulary(SimpleNamespace(get_vocab_size=lambda: 16), tokenizer)
     assert vocabulary.mismatch == ""
     vocabulary.check_prompt("prompt", [15, 0])
     vocabulary.check_prompt("prompt", [])
     with pytest.raises(InvalidRequest, match=r"^prompt: 16 is not a token id of this model, which has 16 \(0 to 15\)$"):
-        vocabulary.check_prompt("prompt", array("I", [1, 16]))
+        vocabulary.check_prompt("prompt", array("I", [1] * num_before + [16]))
