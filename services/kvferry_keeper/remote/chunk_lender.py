@@ -57,13 +57,11 @@ class ChunkLender:
         *,
         staging_bytes: int = STAGING_BYTES,
         timeout_s: float,
-        lease_s: float = LEASE_S,
     ) -> None:
         self._local = local
         self._agent = agent
         self._staging = Staging(staging_bytes)
         self._timeout_s = timeout_s
-        self._lease_s = lease_s
         self._memory: mmap.mmap | None = None
         self._registering: asyncio.Task[_Registered] | None = None
         self._lease_to_starts: dict[int, tuple[list[int], asyncio.TimerHandle]] = {}
@@ -207,7 +205,7 @@ class ChunkLender:
     def _begin_lease(self, starts: list[int]) -> int:
         # Its number is all that it takes to end a lease.
         lease = secrets.randbelow(_MAX_LEASE) + 1
-        timer = asyncio.get_running_loop().call_later(self._lease_s, self._expire, lease)
+        timer = asyncio.get_running_loop().call_later(LEASE_S, self._expire, lease)
         self._lease_to_starts[lease] = (starts, timer)
         self._agent.begin_lending()
         self.num_lent += len(starts)

@@ -9,7 +9,7 @@ import enum
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -105,12 +105,11 @@ def seal(
     chunk: ChunkId,
     created_s: float,
     key: bytes,
-    random_bytes: Callable[[int], bytes] = os.urandom,
 ) -> None:
     # Slow to import, and not needed by a keeper without keys.
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-    nonce = random_bytes(_NONCE_BYTES)
+    nonce = os.urandom(_NONCE_BYTES)
     _write_fields(header, Algorithm.SEALED, len(payload), layout, chunk, created_s, fingerprint(key), nonce)
     encryptor = Cipher(algorithms.AES(key), modes.GCM(nonce)).encryptor()
     encryptor.authenticate_additional_data(header[:_CHECK_AT])
