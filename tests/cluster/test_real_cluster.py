@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -393,6 +394,8 @@ def test_down_after_a_kill_of_everything_leaves_nothing(machine: Machine) -> Non
     ports = listening_ports(processes)
     held = recorded(machine.folder.path)
     assert held, "engines hold shared memory, and their workers record it"
+    sockets = {file.name for file in machine.folder.path.glob("engine-*/*") if file.is_socket()}
+    assert any(len(name) == len(str(uuid.uuid4())) for name in sockets), "vLLM's sockets lie where `down` removes them"
     kill_everything(machine)
     down = machine.down()
     assert down.returncode == 0, down.stdout + down.stderr

@@ -215,9 +215,11 @@ class VllmEngine:
             if reason := why_not_startable(vllm_config, self._config, self._argument_keys):
                 raise UnsupportedEngine(reason)
             self._require_quality(vllm_config)
-            self._llm = AsyncLLM.from_vllm_config(
-                vllm_config, stat_loggers=[make_counters], enable_log_requests=arguments.enable_log_requests
-            )
+            assert self._folder is not None
+            with self._folder.holds_sockets():
+                self._llm = AsyncLLM.from_vllm_config(
+                    vllm_config, stat_loggers=[make_counters], enable_log_requests=arguments.enable_log_requests
+                )
         except KvferryError:
             raise
         # vLLM's checks and the libraries below it raise errors of any kind.

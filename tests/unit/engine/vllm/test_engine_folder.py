@@ -6,7 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import uuid
 from pathlib import Path
+
+import pytest
 
 from kvferry.engine.vllm.start.engine_folder import EngineFolder
 
@@ -62,3 +66,18 @@ def test_a_run_folder_that_is_not_there_yet_is_made_and_is_private(tmp_path: Pat
     finally:
         folder.remove()
     assert parent.is_dir()
+
+
+@pytest.mark.parametrize(("named", "depth", "expected"), [("", 0, True), ("/operators", 0, False), ("", 90, False)])
+def test_vllms_sockets_lie_in_it_where_their_names_fit(
+    monkeypatch: pytest.MonkeyPatch, named: str, depth: int, expected: bool
+) -> None:
+    monkeypatch.setattr(os, "environ", {"VLLM_RPC_BASE_PATH": named} if named else {})
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="k") as parent:
+        folder = EngineFolder(Path(parent) / ("d" * depth))
+        with folder.holds_sockets():
+            assert os.environ.get("VLLM_RPC_BASE_PATH", "") == (str(folder.path) if expected else named)
+            if expected:
+                assert len(f"{folder.path}/{uuid.uuid4()}") <= 107
+        assert os.environ.get("VLLM_RPC_BASE_PATH", "") == named
+        folder.remove()

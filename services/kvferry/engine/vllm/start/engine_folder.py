@@ -8,8 +8,11 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+_MAX_BYTES = 107 - len("/") - 36  # of a socket's address on Linux, where vLLM adds a UUID
 _LOCK = "lock"
 _PREFIX = "engine-"
 
@@ -27,6 +30,20 @@ class EngineFolder:
         self._lock_fd = os.open(self.path / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
         (self.path / f"{_LOCK}.new").rename(self.path / _LOCK)  # under its name it is always held, or abandoned
+
+    @contextlib.contextmanager
+    def holds_sockets(self) -> Iterator[None]:
+        # vLLM makes its sockets here meanwhile, unless the operator has named another folder. In the temporary folder
+        # those of a killed engine would stay for ever.
+        fits = len(os.fsencode(self.path)) <= _MAX_BYTES
+        if not fits or _SOCKETS in os.environ:
+            yield
+            return
+        os.environ[_SOCKETS] = str(self.path)
+        try:
+            yield
+        finally:
+            del os.environ[_SOCKETS]
 
     def remove(self) -> None:
         """Idempotent."""
