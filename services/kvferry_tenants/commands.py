@@ -98,7 +98,14 @@ def _membership(cluster: str | None, file: Path | None, settings: list[str], etc
     record = named_folder(cluster, config.name).record() if named_folder is not None else None
     if record is None:
         raise ConfigError("no cluster runs on this machine; name another one's etcd with --etcd or --config")
-    return configuration.parse(record.config).membership
+    local = configuration.parse(record.config)
+    if not local.gateway.tenants_in_etcd:
+        click.echo(
+            "kvferry: warning: gateways of this cluster read no tenants, and keys of tenants count nowhere: start it "
+            "with --set gateway.tenants_in_etcd=true",
+            err=True,
+        )
+    return local.membership
 
 
 @tenant.command(help="Create the tenant NAME.")

@@ -9,6 +9,7 @@ import json
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
@@ -47,6 +48,22 @@ def run(cluster: MembershipConfig, tmp_path: Path) -> Run:
         return result
 
     return run
+
+
+@pytest.mark.parametrize("reads_tenants", [False, True])
+def test_a_local_cluster_whose_gateways_read_no_tenants_is_told(
+    cluster: MembershipConfig, monkeypatch: pytest.MonkeyPatch, reads_tenants: bool
+) -> None:
+    config = {
+        "membership": {"endpoints": cluster.endpoints, "prefix": cluster.prefix},
+        "gateway": {"tenants_in_etcd": reads_tenants},
+    }
+    folder = SimpleNamespace(record=lambda: SimpleNamespace(config=config))
+    monkeypatch.setattr("kvferry.util.satellites.named_folder", lambda: lambda name, default: folder)
+    made = CliRunner().invoke(main, ["tenant", "create", "acme", "--key", "ci"])
+    assert made.exit_code == 0, made.output
+    assert made.stdout.startswith("kvf_")
+    assert ("warning: gateways of this cluster read no tenants" in made.stderr) is not reads_tenants
 
 
 def test_a_tenants_life(run: Run) -> None:

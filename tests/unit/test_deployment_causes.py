@@ -38,6 +38,9 @@ def test_other_errors_are_the_end_of_the_traceback() -> None:
         cause_of("Deployment 'X' has 1 replicas that wait for GPUs.\n")
         == "Deployment 'X' has 1 replicas that wait for GPUs."
     )
+    slow = "Deployment 'Gateway' has 1 replicas that have taken more than 30s to initialize."
+    assert cause_of(f"{slow}\nThis may be caused by a slow __init__ or reconfigure method.") == slow
+    assert cause_of(f"{slow} This may be caused by a slow __init__ or reconfigure method.") == slow
     assert cause_of(" \n") == ""
 
 

@@ -169,7 +169,7 @@ def check_floors(tenant_to_terms: TenantToTiers) -> None:
 
 def describe(terms: TierTerms) -> str:
     """For people."""
-    ttl = "no end" if terms.ttl_s is None else f"{terms.ttl_s:g} s"
+    ttl = "no end" if terms.ttl_s is None else f"{terms.ttl_s:.10g} s"
     return f"floor {terms.floor:.3g}, cap {terms.cap:.3g}, {'borrows' if terms.borrow else 'floor only'}, ttl {ttl}"
 
 

@@ -17,10 +17,11 @@ _ERROR_CLASS = re.compile(r"(?:kvferry\.errors\.|pydantic_core\.\S*?)?([A-Z]\w*)
 
 def cause_of(message: str) -> str:
     """Return the sentence that a message begins with, and the error that its traceback ends with."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    # Serve guesses at causes, also of a start that only takes its time.
+    lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith("This may be ")]
     if not lines:
         return ""
-    what = lines[0].removesuffix("Error:").partition(" This may be due")[0].strip()
+    what = lines[0].removesuffix("Error:").partition(" This may be ")[0].strip()
     if len(lines) == 1:
         return shortened(printable(what), _MAX_CAUSE_BYTES)
     own = [line for line in lines[1:] if line.startswith("kvferry.errors.")]
