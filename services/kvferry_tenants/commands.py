@@ -101,8 +101,8 @@ def _membership(cluster: str | None, file: Path | None, settings: list[str], etc
     local = configuration.parse(record.config)
     if not local.gateway.tenants_in_etcd:
         click.echo(
-            "kvferry: warning: gateways of this cluster read no tenants, and keys of tenants count nowhere: start it "
-            "with --set gateway.tenants_in_etcd=true",
+            "kvferry: warning: the gateways of this cluster do not read tenants, so keys and shares have no effect; "
+            "start the cluster with --set gateway.tenants_in_etcd=true",
             err=True,
         )
     return local.membership

@@ -51,7 +51,7 @@ def run(cluster: MembershipConfig, tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("reads_tenants", [False, True])
-def test_a_local_cluster_whose_gateways_read_no_tenants_is_told(
+def test_commands_warn_where_the_gateways_of_a_local_cluster_do_not_read_tenants(
     cluster: MembershipConfig, monkeypatch: pytest.MonkeyPatch, reads_tenants: bool
 ) -> None:
     config = {
@@ -63,7 +63,7 @@ def test_a_local_cluster_whose_gateways_read_no_tenants_is_told(
     made = CliRunner().invoke(main, ["tenant", "create", "acme", "--key", "ci"])
     assert made.exit_code == 0, made.output
     assert made.stdout.startswith("kvf_")
-    assert ("warning: gateways of this cluster read no tenants" in made.stderr) is not reads_tenants
+    assert ("warning: the gateways of this cluster do not read tenants" in made.stderr) is not reads_tenants
 
 
 def test_a_tenants_life(run: Run) -> None:

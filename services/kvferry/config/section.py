@@ -124,9 +124,9 @@ def explain(fault: ErrorDetails, key: str, root: type[BaseModel]) -> str:
             return f"{key}: no longer a setting (value {value!r}): {rule}"
         case "extra_forbidden":
             allowed = _keys_beside(path, root)
-            # At the top, where vLLM has its own arguments: `max_model_len` stands in `model`.
-            inner = allowed if len(path) == 1 else []
-            deeper = [f"{name}.{path[0]}" for name in inner if path[0] in _keys_beside([name, path[0]], root)]
+            # vLLM takes all its arguments at the top: here `max_model_len` stands in `model`.
+            sections = {name: getattr(each.annotation, "model_fields", ()) for name, each in root.model_fields.items()}
+            deeper = [f"{name}.{path[0]}" for name in sections if len(path) == 1 and path[0] in sections[name]]
             close = deeper or difflib.get_close_matches(str(path[-1]), allowed, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else "."
             return f"{key}: unknown key (value {value!r}){hint} Allowed here: {', '.join(allowed)}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import Field, field_validator, model_validator
 
 from kvferry.config.section import AbsolutePath, Section
+from kvferry.util.addresses import SOCKET_PATH_BYTES
 
 
 class VolumeConfig(Section):
@@ -21,7 +22,7 @@ class VolumeConfig(Section):
 
 
 # What the system takes for the address of a Unix socket, less the name that keepers give theirs.
-_MAX_SOCKET_DIR_BYTES = 107 - len("/keeper.sock")
+_MAX_SOCKET_DIR_BYTES = SOCKET_PATH_BYTES - len("/keeper.sock")
 
 
 class TierConfig(Section):

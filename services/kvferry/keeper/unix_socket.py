@@ -12,12 +12,10 @@ from pathlib import Path
 
 from kvferry.config import TierConfig
 from kvferry.errors import TierError
+from kvferry.util.addresses import SOCKET_PATH_BYTES
 
 SOCKET = "keeper.sock"
 LOCK = "keeper.lock"
-
-# sun_path of Linux, without its zero.
-_MAX_PATH_BYTES = 107
 
 
 def socket_path(config: TierConfig, environ: Mapping[str, str] = os.environ) -> Path:
@@ -30,8 +28,8 @@ def socket_path(config: TierConfig, environ: Mapping[str, str] = os.environ) -> 
         root = Path("/run") if os.access("/run", os.W_OK) else Path(tempfile.gettempdir())
         folder = root / f"kvferry-{os.geteuid()}"
     path = folder / SOCKET
-    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-        raise TierError(f"tier.socket_dir: {path} is longer than the {_MAX_PATH_BYTES} bytes of a socket's address")
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+        raise TierError(f"tier.socket_dir: {path} is longer than the {SOCKET_PATH_BYTES} bytes of a socket's address")
     return path
 
 

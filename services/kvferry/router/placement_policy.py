@@ -35,7 +35,7 @@ class Measured(msgspec.Struct, frozen=True, gc=False):
 
 
 class Policy(Protocol):
-    """Every `began` must be followed by `ended`. What a policy does not define, it does not need."""
+    """Every `began` must be followed by `ended`. A policy that learns nothing defines `place` alone."""
 
     def place(
         self,

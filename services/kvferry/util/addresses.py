@@ -24,6 +24,8 @@ NODE_NAME_VARIABLE = "KVFERRY_NODE_NAME"
 # Tells a pod from the next one that has its address.
 POD_UID_VARIABLE = "KVFERRY_POD_UID"
 
+SOCKET_PATH_BYTES = 107  # sun_path of Linux, without its zero
+
 # Above those of Ray's workers (10002 to 19999), below Kubernetes' node ports (30000 to 32767).
 _FIRST_PORT = 20_000
 _NUM_PORTS = 10_000

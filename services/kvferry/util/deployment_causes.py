@@ -12,16 +12,16 @@ CAUSE_MARK = "not healthy yet: "
 GIVEN_UP = "Ray Serve has given up: "
 _MAX_CAUSE_BYTES = 700  # of one deployment; Serve's messages have tracebacks
 _MAX_SHOWN = 4  # deployments
+_GUESS = "This may be caused by a slow __init__ or reconfigure method."  # Serve adds it after 30 s
 _ERROR_CLASS = re.compile(r"(?:kvferry\.errors\.|pydantic_core\.\S*?)?([A-Z]\w*): (?=\S)")
 
 
 def cause_of(message: str) -> str:
     """Return the sentence that a message begins with, and the error that its traceback ends with."""
-    # Serve guesses at causes, also of a start that only takes its time.
-    lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith("This may be ")]
+    lines = [line.strip() for line in message.replace(_GUESS, "").splitlines() if line.strip()]
     if not lines:
         return ""
-    what = lines[0].removesuffix("Error:").partition(" This may be ")[0].strip()
+    what = lines[0].removesuffix("Error:").partition(" This may be due")[0].strip()
     if len(lines) == 1:
         return shortened(printable(what), _MAX_CAUSE_BYTES)
     own = [line for line in lines[1:] if line.startswith("kvferry.errors.")]

@@ -17,6 +17,7 @@ from kvferry.tenancy.terms import (
     TierTerms,
     check_floors,
     contracts_in,
+    describe,
 )
 
 NAN = float("nan")
@@ -104,3 +105,7 @@ def test_half_of_a_devices_memory_is_left_to_requests_that_run() -> None:
     contracts = contracts_in(DEVICE_TIER, terms, 1000)
     assert sum(contract.floor for contract in contracts.values()) == 500
     assert contracts_in(CPU_TIER, terms, 1000)["a"].floor == 300
+
+
+def test_a_time_to_live_is_written_in_whole_seconds() -> None:
+    assert describe(TierTerms(ttl_s=30 * 86400.0)).endswith("ttl 2592000 s")

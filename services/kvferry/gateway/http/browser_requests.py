@@ -15,7 +15,6 @@ from kvferry.util.addresses import is_loopback
 Headers = Sequence[tuple[bytes, bytes]]
 
 _TYPE = b"content-type"
-_PLAIN_JSON = [b"application/json"]  # of nearly all clients
 _JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.-]+\+)?json")
 
 
@@ -57,10 +56,7 @@ def require_json(headers: Headers) -> None:
     """Raises UnsupportedMediaType unless a body's type is JSON's."""
     # As vLLM does. A page may send forms, plain text and bodies without a type to any host without asking it first: one
     # that takes client certificates would spend the reader's tokens.
-    sent = [value for name, value in headers if name == _TYPE]
-    if sent == _PLAIN_JSON:
-        return
-    kinds = [value.decode("latin-1").partition(";")[0].strip().lower() for value in sent]
+    kinds = [value.decode("latin-1").partition(";")[0].strip().lower() for name, value in headers if name == _TYPE]
     for kind in kinds or [""]:
         if not _JSON_TYPE.fullmatch(kind):
             named = f"content-type {kind[:64]!r} is not read here" if kind else "the body has no content-type"

@@ -11,8 +11,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvferry.util.addresses import SOCKET_PATH_BYTES
+
 _SOCKETS = "VLLM_RPC_BASE_PATH"
-_MAX_BYTES = 107 - len("/") - 36  # of a socket's address on Linux, where vLLM adds a UUID
+_MAX_BYTES = SOCKET_PATH_BYTES - len("/") - 36  # vLLM names its sockets by UUIDs
 _LOCK = "lock"
 _PREFIX = "engine-"
 
@@ -33,10 +35,9 @@ class EngineFolder:
 
     @contextlib.contextmanager
     def holds_sockets(self) -> Iterator[None]:
-        # vLLM makes its sockets here meanwhile, unless the operator has named another folder. In the temporary folder
-        # those of a killed engine would stay for ever.
-        fits = len(os.fsencode(self.path)) <= _MAX_BYTES
-        if not fits or _SOCKETS in os.environ:
+        # vLLM makes its sockets here meanwhile, unless the operator has named another folder, or their paths would be
+        # too long. In the temporary folder those of a killed engine would stay for ever.
+        if _SOCKETS in os.environ or len(os.fsencode(self.path)) > _MAX_BYTES:
             yield
             return
         os.environ[_SOCKETS] = str(self.path)
