@@ -168,6 +168,7 @@ def test_an_unknown_key_is_named_with_the_keys_beside_it_and_the_closest() -> No
 def test_a_key_of_a_section_that_was_given_without_it_is_named() -> None:
     assert "max_model_len: unknown key (value 1024); did you mean 'model.max_model_len'?" in fault(max_model_len=1024)
     assert "models[0].max_model_len: unknown key (value 1)." in fault(models=[{"name": "a", "max_model_len": 1}])
+    assert "engine.blok_size: unknown key (value 16); did you mean 'block_size'?" in fault(engine={"blok_size": 16})
     assert "foo: unknown key (value 1). Allowed here: adapters, " in fault(foo=1)
     assert "dedicated: unknown key (value 1). " in fault(dedicated=1), "it stands in an entry of pools"
 
