@@ -27,7 +27,7 @@ _INTERRUPTED_EXIT_CODE = 130
 
 # Commands of other distributions, which register them as entry points of the group `kvferry.commands`.
 _DISTRIBUTIONS = {
-    **dict.fromkeys(("down", "explain", "status", "up"), "kvferry-local"),
+    **dict.fromkeys(("down", "explain", "prove", "status", "up"), "kvferry-local"),
     **dict.fromkeys(("plan", "quality"), "kvferry-plan"),
     "tenant": "kvferry-tenants",
     "tier": "kvferry-keeper",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import click
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -14,9 +16,11 @@ from rich.table import Table
 from kvferry import config as configuration
 from kvferry.cli import configured, format_bytes, plain_table, print_wide, reported
 from kvferry.config import ClusterConfig
+from kvferry.errors import LocalError
 from kvferry.util.addresses import join_host_port
-from kvferry_local import cluster
+from kvferry_local import cluster, proofs
 from kvferry_local.explain import explain as ask
+from kvferry_local.first_answer import FirstAnswer
 from kvferry_local.progress import ConsoleProgress
 from kvferry_local.run_folder import named_folder
 from kvferry_local.status import status as look
@@ -91,7 +95,39 @@ def status(name: str | None, as_json: bool) -> None:
         facts = (role, member.member_id, member.address, str(member.pid), _duration(member.uptime_s))
         table.add_row(*map(escape, (*facts, *numbers)))
     print_wide(table)
+    for proof in seen.proofs:
+        click.echo(proof.line())
     _print_warnings(seen.warnings)
+
+
+@click.command()
+@click.option("--name", help="Which cluster; by default the configured one.")
+@click.option("--again", is_flag=True, help="Prove anew what has a result.")
+@click.option(
+    "--timeout", default=600.0, type=click.FloatRange(0, min_open=True), help="Seconds until there are results."
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@reported
+@configured
+def prove(config: ClusterConfig, name: str | None, again: bool, timeout: float, as_json: bool) -> None:
+    """Show whether KV pages survive the transfer between the engines of a running cluster.
+
+    The cluster's gateways prove it. The exit code is 0 only if every way is proven.
+    """
+    record = named_folder(name, config.name if name is None else name).record()
+    cluster_config = config if record is None else configuration.parse(record.config)
+    found = asyncio.run(proofs.prove(cluster_config, again=again, timeout_s=timeout))
+    if as_json:
+        click.echo(json.dumps([msgspec.to_builtins(each) for each in found], indent=2))
+    else:
+        for each in found:
+            click.echo(each.line())
+            for line in proofs.bars(each):
+                click.echo(line)
+    if not found:
+        raise LocalError("no prefill and decode workers that could exchange pages are registered")
+    if not all(each.is_proven for each in found):
+        raise LocalError("not every transfer is proven")
 
 
 @click.command()
@@ -131,7 +167,7 @@ def _name(given: str | None) -> str:
     return configuration.load(flags=[f"name={json.dumps(given)}"] if given is not None else []).name
 
 
-def _print_first_answer(console: Console, answer: Any) -> None:
+def _print_first_answer(console: Console, answer: FirstAnswer) -> None:
     def line(label: str, text: str) -> None:
         console.print(f"  [dim]{label:<10}[/] {escape(text)}", highlight=False, soft_wrap=True)
 
@@ -147,7 +183,13 @@ def _print_first_answer(console: Console, answer: Any) -> None:
         pages = "1 KV page" if answer.transferred_pages == 1 else f"{answer.transferred_pages} KV pages"
         line("ferried", f"{pages}, {format_bytes(answer.transferred_bytes)}")
     else:
-        line("ferried", "NOTHING: the decode worker computed the prompt itself; the logs of the prefill worker say why")
+        line("ferried", f"nothing: the decode worker computed the prompt itself; {_why_nothing(answer)}")
+
+
+def _why_nothing(answer: FirstAnswer) -> str:
+    if answer.reason == "unproven":
+        return "until it is proven that pages survive the transfer (`kvferry prove` waits for it)"
+    return "the logs of the prefill worker say why"
 
 
 _PRICE_COLUMNS = ("queue_ms", "load_ms", "compute_ms", "others_ms", "ferry_ms", "streams_ms", "total_ms")

@@ -41,6 +41,7 @@ class FirstAnswer:
     decode_worker: str
     transferred_pages: int
     transferred_bytes: int
+    reason: str = ""  # of its placement
 
     @property
     def was_transferred(self) -> bool:
@@ -127,4 +128,5 @@ def _collect(
         decode_worker=record["decode_worker"],
         transferred_pages=int(record.get("ferried_pages", 0)),
         transferred_bytes=int(record.get("ferried_bytes", 0)),
+        reason=str(record.get("reason", "")),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,11 +12,13 @@ import grpc
 
 from kvferry.config import ClusterConfig, TlsConfig, entry_of, is_of_entry, parse
 from kvferry.errors import LocalError, UnavailableError
-from kvferry.membership.base import WORKER_KINDS, Member, MemberKind
+from kvferry.membership.base import WORKER_KINDS, Member, MemberKind, Record
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.mutual_tls import channel_to
+from kvferry.proof.certificates import FOLDER
 from kvferry.wire.v1 import worker_pb2, worker_pb2_grpc
 from kvferry_local.cluster import is_alive
+from kvferry_local.proofs import ProofStatus, proofs_of
 from kvferry_local.run_folder import ClusterRecord, RunFolder
 
 _DESCRIBE_TIMEOUT_S = 3.0
@@ -70,6 +73,7 @@ class ClusterStatus:
     etcd_endpoints: tuple[str, ...]
     members: tuple[MemberStatus, ...]
     fault: str = ""  # why members could not be listed
+    proofs: tuple[ProofStatus, ...] = ()  # of ways between engines of these members
 
     @property
     def warnings(self) -> list[str]:
@@ -90,11 +94,13 @@ def status(folder: RunFolder) -> ClusterStatus:
 
 async def _look(record: ClusterRecord, config: ClusterConfig) -> ClusterStatus:
     members: tuple[Member, ...] = ()
+    records: Mapping[str, Record] = {}
     fault = ""
     membership = EtcdMembership(config.membership)
     try:
         async with asyncio.timeout(_MEMBERS_TIMEOUT_S):
             members = await membership.members()
+            records = await membership.records.read_all(FOLDER)
     except UnavailableError as error:
         fault = error.message
     except TimeoutError:
@@ -114,6 +120,7 @@ async def _look(record: ClusterRecord, config: ClusterConfig) -> ClusterStatus:
         etcd_endpoints=record.etcd_endpoints,
         members=tuple(await asyncio.gather(*(_look_at(member, config.worker.tls, now_unix_s) for member in ordered))),
         fault=fault,
+        proofs=proofs_of(config, members, records) if config.engine.kind != "sim" else (),
     )
 
 

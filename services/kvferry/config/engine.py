@@ -67,6 +67,7 @@ class EngineConfig(Section):
     threads: int | None = Field(None, ge=1)  # CPU device: compute threads per engine; empty: the machine's share
     side_channel_host: str = "127.0.0.1"  # where an engine answers NIXL handshakes; auto: this node's address
     start_timeout_s: float = Field(900, gt=0)
+    proof: Literal["required", "report", "off"] = "required"
     # Untested arguments and variables of vLLM to accept at your own risk: answers may be wrong.
     unproven: tuple[str, ...] = ()
     # Further arguments of vLLM's engine, by vLLM's names: docs/operator/engine-arguments.md lists the accepted ones.

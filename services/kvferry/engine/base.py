@@ -369,6 +369,7 @@ class EngineInfo:
     kv_cache_dtype: str
     num_cpu_pages: int = 0  # capacity of the CPU tier
     exchange: ExchangeFields = ()
+    device: str = ""  # that it computes on, with driver and number of ranks
     # Memory of all pages. Layers with windows share block ids, so it may be less than num_pages * page_bytes. 0: equal.
     pool_bytes: int = 0
     # LoRA adapters that it can load, as NAME@DIGEST. Engines with equal ones compute the same.

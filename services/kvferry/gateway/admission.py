@@ -46,7 +46,8 @@ class Readiness(msgspec.Struct, frozen=True):
     """Whether requests can be answered now; `waiting_for` names missing parts.
 
     `left_out` names workers that this gateway must not work with, and why; `unpaired` those that exchange KV pages with
-    no worker of the other role. `pools` has the numbers of usable workers of pools by role.
+    no worker of the other role, and `unproven` transfers that are not used yet. `pools` has the numbers of usable
+    workers of pools by role.
     """
 
     ready: bool
@@ -54,6 +55,7 @@ class Readiness(msgspec.Struct, frozen=True):
     members: Sequence[str]
     left_out: Sequence[str] = ()
     unpaired: Sequence[str] = ()
+    unproven: Sequence[str] = ()
     pools: Mapping[str, Mapping[str, int]] = {}
 
     def for_strangers(self) -> Readiness:

@@ -11,7 +11,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import uvicorn
@@ -36,18 +36,23 @@ from kvferry.gateway.http.openai_endpoint import OpenAI
 from kvferry.gateway.http.tls_handshake import TlsHandshake
 from kvferry.gateway.http.uvicorn_connection import HttpProtocol
 from kvferry.gateway.identity.identification import Identification
+from kvferry.gateway.identity.tenants import read_secret
 from kvferry.gateway.intake import Intake
-from kvferry.gateway.metrics import GatewayMetrics, Targets, VolumeSample, WorkerSample
-from kvferry.gateway.models import AdapterNames, Models
+from kvferry.gateway.metrics import GatewayMetrics, ProofSample, Targets, VolumeSample, WorkerSample
+from kvferry.gateway.models import AdapterNames, Models, Proof
 from kvferry.gateway.timeouts import TokenTimeouts
 from kvferry.gateway.tls import GatewayTls
 from kvferry.gateway.usage.tenant_uses import TenantUses
 from kvferry.gateway.usage.usage_log import UsageLog
 from kvferry.link.served_model import identity
 from kvferry.membership.base import WORKER_KINDS, Member, MemberId, MemberKind, Membership, Registration
+from kvferry.model_folder import cache_folder
 from kvferry.observability.exposition import SpanCounts
 from kvferry.observability.metrics_listener import MetricsListener
 from kvferry.observability.tracing import Tracing, start_tracing
+from kvferry.proof.certificates import FOLDER, Certificates, EngineKind
+from kvferry.proof.prover import PENDING, Prover
+from kvferry.proof.verdict import Outcome
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.keeper_volumes import KeeperVolumes, follow_over, keeper_of
@@ -204,12 +209,17 @@ class GatewayHost:
             on_down=self.residency.gone,
             on_residency=self.residency.received,
             on_gone=self.policy.forget,
-            on_change=self._note_readiness,
+            on_change=self._note_workers,
         )
+        self.prover = self._make_prover()
         self.keeper_volumes = KeeperVolumes(membership, self.residency.index, follow_over(config.worker.tls))
         gateway, models, metrics = config.gateway, self._models, self.metrics
         adapters = AdapterNames(models, config.adapters)
-        self._dispatcher = Dispatcher(self.worker_pool, self.policy, metrics, gateway, volumes=self._volumes_of)
+        self._dispatcher = Dispatcher(
+            *(self.worker_pool, self.policy, metrics, gateway),
+            volumes=self._volumes_of,
+            may_transfer=self._may_transfer,
+        )
         self.admission = Admission(
             gateway,
             metrics,
@@ -265,6 +275,7 @@ class GatewayHost:
             self._usage.start()
         self.keeper_volumes.start()
         await self._models.load()
+        self.prover.start()
         self._note_readiness()
         self._registering = asyncio.create_task(self._register())
         log.info(
@@ -310,6 +321,7 @@ class GatewayHost:
                 f"{worker.member_id} and {other.member_id} exchange no pages: {why_unequal(worker, other)}"
                 for worker, other in itertools.islice(self.worker_pool.unpaired(), MAX_NAMED)
             ],
+            unproven=list(itertools.islice(self._unproven(), MAX_NAMED)),
             pools={
                 entry_of(pool) or DEFAULT_POOL: {
                     kind.value: len(self.worker_pool.usable(kind, pool)) for kind in WORKER_KINDS
@@ -347,6 +359,7 @@ class GatewayHost:
         await self.identification.close()
         if self._usage is not None:
             await self._usage.close()
+        await self.prover.close()
         await self.worker_pool.close()
         await self.keeper_volumes.close()
         # Requests end with their workers' links; tasks that wait for a slow client would stay.
@@ -383,6 +396,43 @@ class GatewayHost:
             on_change=self._note_models,
         )
 
+    def _make_prover(self) -> Prover:
+        file = self._config.gateway.salt_secret_file
+        secret = read_secret(file) if file is not None else b""
+        return Prover(
+            self._membership.records,
+            Certificates(cache_folder() / FOLDER, secret),
+            self.gateway_id,
+            usable=self.worker_pool.usable,
+            is_wanted=lambda pool: self._models.proof_of(pool) is not Proof.OFF,
+            read_tokens=self._models.tokens_of_text,
+            longest=self._models.longest_prompt,
+            on_change=self._note_readiness,
+        )
+
+    def _may_transfer(self, prefill: EngineKind, decode: EngineKind, pool: str, has_adapter: bool) -> bool:
+        if self._models.proof_of(pool) is not Proof.REQUIRED:
+            return True
+        return self.prover.is_proven(prefill, decode, has_adapter=has_adapter)
+
+    def _unproven(self) -> Iterator[str]:
+        for subject, result in self.prover.results():
+            if result is None or result.outcome is not Outcome.PROVEN:
+                yield f"{subject}: {PENDING if result is None else result.reason}"
+
+    def _sample_proofs(self) -> Sequence[ProofSample]:
+        found: dict[tuple[str, str], ProofSample] = {}
+        for subject, result in self.prover.results():
+            pool, way = entry_of(subject.decode.member.pool) or DEFAULT_POOL, subject.way.value
+            is_proven = result is not None and result.outcome is Outcome.PROVEN
+            distance = result.distance if result is not None else None
+            other = found.get((pool, way))
+            if other is not None:
+                is_proven = is_proven and other.is_proven
+                distance = max((each for each in (distance, other.distance) if each is not None), default=None)
+            found[pool, way] = ProofSample(pool, way, is_proven, distance)
+        return list(found.values())
+
     def _make_usage_log(self) -> UsageLog | None:
         folder = self._config.gateway.usage_dir
         if folder is None:
@@ -398,6 +448,7 @@ class GatewayHost:
         return GatewayMetrics(
             self._sample_workers,
             self._sample_volumes,
+            read_proofs=self._sample_proofs,
             tenants=tenants,
             read_models=lambda: self._models.ready(),
             is_ready=lambda: self.readiness().ready,
@@ -411,6 +462,10 @@ class GatewayHost:
 
     def _note_models(self) -> None:
         self.worker_pool.models_changed()
+        self._note_readiness()
+
+    def _note_workers(self) -> None:
+        self.prover.workers_changed()
         self._note_readiness()
 
     def _note_readiness(self) -> None:

@@ -32,6 +32,7 @@ from kvferry.observability.telemetry import (
     MODELS_SEEN,
     PROMPT_TOKENS,
     PROMPT_TOKENS_IN_FLIGHT,
+    PROOFS_SEEN,
     QUEUED_REQUESTS,
     READY,
     REFUSAL_CODES,
@@ -43,6 +44,8 @@ from kvferry.observability.telemetry import (
     SLOW_CLIENTS,
     TENANTS_SEEN,
     TIME_TO_FIRST_TOKEN,
+    TRANSFER_DISTANCE,
+    TRANSFER_PROVEN,
     UNREAD_ANSWER_BYTES,
     USAGE_RECORDS_LOST,
     VOLUME_CAPACITY,
@@ -89,6 +92,16 @@ class WorkerSample:
 
 
 @dataclass(frozen=True, slots=True)
+class ProofSample:
+    """The proofs of one way in one pool."""
+
+    pool: str
+    way: str
+    is_proven: bool
+    distance: float | None  # None: nothing was measured
+
+
+@dataclass(frozen=True, slots=True)
 class VolumeSample:
     keeper_id: str
     state: VolumeState  # the last report of this keeper
@@ -101,6 +114,7 @@ class GatewayMetrics(RouterMetrics):
         read_volumes: Callable[[], Sequence[VolumeSample]] = tuple,
         *,
         tenants: TenantUses | None = None,
+        read_proofs: Callable[[], Sequence[ProofSample]] = tuple,
         read_models: Callable[[], Mapping[str, bool]] = dict,
         is_ready: Callable[[], bool] = lambda: False,
         read_num_queued: Callable[[], int] = lambda: 0,
@@ -143,6 +157,7 @@ class GatewayMetrics(RouterMetrics):
         exposition.read(MODELS_SEEN, self.models.readings)
         exposition.read((USAGE_RECORDS_LOST,), lambda: [Reading(USAGE_RECORDS_LOST, (), self.tenants.num_lost)])
         exposition.read(WORKERS_SEEN, lambda: _of_workers(read_workers()))
+        exposition.read(PROOFS_SEEN, lambda: _of_proofs(read_proofs()))
         exposition.read(VOLUMES_SEEN, lambda: _of_volumes(read_volumes()))
 
     def note_refusal(self, code: str | None) -> None:
@@ -168,6 +183,14 @@ def _of_workers(workers: Iterable[WorkerSample]) -> Iterator[Reading]:
             yield Reading(WORKER_CACHED_TOKENS, (*key, tier), tokens)
         yield Reading(WORKER_TRANSFERRED_BYTES, key, worker.transferred_bytes)
         yield Reading(WORKER_GENERATED_TOKENS, key, worker.num_generated_tokens)
+
+
+def _of_proofs(proofs: Iterable[ProofSample]) -> Iterator[Reading]:
+    for proof in proofs:
+        key = (proof.pool, proof.way)
+        yield Reading(TRANSFER_PROVEN, key, float(proof.is_proven))
+        if proof.distance is not None:
+            yield Reading(TRANSFER_DISTANCE, key, proof.distance)
 
 
 def _of_volumes(volumes: Iterable[VolumeSample]) -> Iterator[Reading]:

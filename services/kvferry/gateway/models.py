@@ -9,16 +9,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 import msgspec
 
 from kvferry.arguments.vllm_arguments import SPECULATION, speculates
-from kvferry.config import DEFAULT_POOL, AdaptersConfig, ClusterConfig, entry_of
+from kvferry.config import DEFAULT_POOL, AdaptersConfig, ClusterConfig, EngineConfig, entry_of
 from kvferry.engine.base import RenderedPrompt, Renderer, RenderOutcomes
 from kvferry.errors import InvalidRequest, KvferryError, ModelNotFound, NoDecodeWorker, NotReady
 from kvferry.gateway.canary import diverted_to
 from kvferry.gateway.identity.tenants import Tenant
 from kvferry.link.identity import GatewayIdentity, Identity
+from kvferry.proof.verdict import NUM_ANSWERED
 from kvferry.util.task_set import TaskSet
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,25 @@ _MIN_MIN_P = 1e-5  # vLLM takes less for none
 MAX_NAMED = 64  # names in the message about an unknown one
 
 
+class Proof(StrEnum):
+    REQUIRED = "required"
+    REPORT = "report"
+    OFF = "off"
+
+
+# Prompts of proofs cross the ends of several pages; on a GPU, where they cost little, of chunks and windows too.
+LONGEST_ON_CPU = 161
+LONGEST_ON_GPU = 4200
+PROOF_TEXT = (
+    "Every morning the pilot reads the tide tables, counts the crates on the quay and writes both numbers down.",
+    "1, 2, 3, 5, 8, 13: each number is the sum of the two before it, and 21 follows.",
+    "def area(width, height):\n    return width * height\n",
+    "Die Stadt liegt am Fluss; ses rues descendent vers le port, y la plaza queda vacia al mediodia.",
+    "Water boils at 100 degrees Celsius at sea level, but near the summit of a high mountain it boils at about 70.",
+    'What did she answer? "Not today," she said, "but ask me again when the ice has gone."',
+)
+
+
 class GatewayModel:
     """A model as it is rendered and computed; after a change it is another one."""
 
@@ -68,7 +89,9 @@ class GatewayModel:
         self._is_retired = False
         pools = ("", *config.pools)
         self.volumes = {each: config.volumes_of(each) for each in pools}  # of pools by name, as `volumes_of`
-        self._speculating = frozenset(each for each in pools if speculates(config.engine_of("decode", each).args))
+        engines = {each: config.engine_of("decode", each) for each in pools}
+        self.proofs: dict[str, Proof] = {each: _proof_of(engine) for each, engine in engines.items()}  # likewise
+        self._speculating = frozenset(each for each, engine in engines.items() if speculates(engine.args))
 
     def __repr__(self) -> str:
         return f"<GatewayModel {self.label} {'retired' if self._is_retired else 'loaded' if self.renderer else 'new'}>"
@@ -110,6 +133,10 @@ class GatewayModel:
             self._is_retired, self._closing = True, closing
             if self.renderer is not None and not self._num_rendering:
                 closing.spawn(self.renderer.close())
+
+
+def _proof_of(engine: EngineConfig) -> Proof:
+    return Proof.OFF if engine.kind == "sim" else Proof(engine.proof)
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -193,18 +220,42 @@ class Models:
 
     def identity_of(self, pool: str) -> GatewayIdentity | None:
         """None: of a model that is not served here."""
-        for model in self:
-            if model.pool == pool:
-                return model.identity
-        default = self._entries.get(DEFAULT_POOL)
-        return default.current.identity if default is not None and entry_of(pool) == pool else None
+        model = self._model_of(pool)
+        return model.identity if model is not None else None
 
     def volumes_of(self, pool: str) -> str | None:
-        model = next((model for model in self if model.pool == pool), None)
-        if model is None:  # a pool of the default model
-            default = self._entries.get(DEFAULT_POOL)
-            return default.current.volumes.get(pool) if default is not None and entry_of(pool) == pool else None
-        return model.volumes[entry_of(pool)]
+        model = self._model_of(pool)
+        return model.volumes.get(entry_of(pool)) if model is not None else None
+
+    def proof_of(self, pool: str) -> Proof:
+        """Return what is asked for before pages are transferred between the pool's workers."""
+        model = self._model_of(pool)
+        return model.proofs.get(entry_of(pool), Proof.REQUIRED) if model is not None else Proof.REQUIRED
+
+    async def tokens_of_text(self, pool: str) -> list[int]:
+        """Return the tokens of a text, for prompts of proofs. Raises NotReady."""
+        model = self._model_of(pool)
+        if model is None:
+            raise NotReady("this gateway serves no model in this pool")
+        with model.rendering() as renderer:
+            prompts = await renderer.render_completion({"prompt": list(PROOF_TEXT), "max_tokens": 1})
+        return [token for prompt in prompts for token in prompt.token_ids]
+
+    def longest_prompt(self, pool: str) -> int:
+        """Return the tokens of the longest prompt of a proof."""
+        model = self._model_of(pool)
+        if model is None or model.renderer is None:
+            return 0
+        engine = model.config.engine_of("decode", entry_of(pool))
+        longest = LONGEST_ON_GPU if engine.device == "gpu" else LONGEST_ON_CPU
+        return min(longest, model.renderer.max_model_len() - NUM_ANSWERED - 1)
+
+    def _model_of(self, pool: str) -> GatewayModel | None:
+        for model in self:
+            if model.pool == pool:
+                return model
+        default = self._entries.get(DEFAULT_POOL)
+        return default.current if default is not None and entry_of(pool) == pool else None
 
     def outcomes(self) -> RenderOutcomes:
         """Return sums, with models that are gone."""

@@ -42,6 +42,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0  # tokens per KV page
     page_bytes: int = 0
     kv_cache_dtype: str = ""
+    device: str = ""  # that its engine computes on, with driver and number of ranks
     pool: str = ""  # of workers; empty: the default one
     pools: tuple[str, ...] | None = None  # that a gateway is configured with; None: it is of a release without pools
     exchange: ExchangeFields = ()  # what decides the meaning of its pages' bytes; empty: not known

@@ -134,6 +134,7 @@ TENANT_TOKEN_KINDS = ("prompt", "cached", "generated")
 # Names of `tenancy.outcome.Cause` and `Refusal`.
 EVICTION_CAUSES = ("expired", "ended", "over_cap", "borrowed", "own")
 EVICTION_REFUSALS = ("limit", "no_room")
+PROOF_WAYS = ("transfer", "transfer-with-adapter")
 BREAKER_STATES = ("closed", "open", "half_open")
 DIRECTIONS = ("read", "write")
 JOBS = ("load", "store")
@@ -150,6 +151,8 @@ _ENDPOINT = Label("endpoint", "the API that was called", ENDPOINTS)
 _WORKER = Label("worker", "the worker's id")
 _ROLE = Label("role", "the worker's role, `prefill` or `decode`")
 _OF_WORKER = (_WORKER, _ROLE)
+_POOL = Label("pool", "the workers' pool, an entry of `models`, or `default`")
+_WAY = Label("way", "what is transferred: pages, or pages computed with an adapter", PROOF_WAYS)
 _SOURCE = Label(
     "source",
     "the source of the tokens' KV, as vLLM calls it; `external_kv_transfer`: a KV transfer, the CPU tier or a volume",
@@ -280,6 +283,8 @@ GATEWAY_SPANS = Metric("kvferry_trace_spans_total", COUNTER, "spans", GATEWAY, "
 # Gateways: workers and volumes as they see them
 WORKER_CONNECTED = Metric("kvferry_worker_connected", GAUGE, "1", GATEWAY, "1 while this gateway's link to the worker is up.", _OF_WORKER)
 WORKER_UNPAIRED = Metric("kvferry_worker_unpaired", GAUGE, "1", GATEWAY, "1 while the worker can exchange KV pages with no worker of the other role, as `/readyz` says.", _OF_WORKER)
+TRANSFER_PROVEN = Metric("kvferry_transfer_proven", GAUGE, "1", GATEWAY, "1 while it is proven that KV pages survive the transfer between all workers of the pool; where it is not, decode workers compute prompts (`engine.proof`).", (_POOL, _WAY))
+TRANSFER_DISTANCE = Metric("kvferry_transfer_proof_distance", GAUGE, "1", GATEWAY, "How far log-probabilities from transferred pages are at most from those of the decode engine's own pages, in the last proofs.", (_POOL, _WAY))
 WORKER_RUNNING = Metric("kvferry_worker_requests_running", GAUGE, "requests", GATEWAY, "Requests that the worker's engine computes now.", _OF_WORKER)
 WORKER_WAITING = Metric("kvferry_worker_requests_waiting", GAUGE, "requests", GATEWAY, "Requests that wait in the worker's engine.", _OF_WORKER)
 WORKER_PAGES_USED = Metric("kvferry_worker_kv_pages_used", GAUGE, "pages", GATEWAY, "KV pages in use in the worker's engine.", _OF_WORKER)
@@ -384,6 +389,7 @@ WORKERS_SEEN = (
     ),
     *(WORKER_CACHED_TOKENS, WORKER_TRANSFERRED_BYTES, WORKER_GENERATED_TOKENS),
 )
+PROOFS_SEEN = (TRANSFER_PROVEN, TRANSFER_DISTANCE)
 VOLUMES_SEEN = (
     VOLUME_READABLE,
     VOLUME_WRITABLE,

@@ -31,6 +31,7 @@ from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId
 from kvferry.observability.telemetry import FALLBACK_CAUSES
 from kvferry.observability.tracing import Span, end_after
+from kvferry.proof.certificates import EngineKind
 from kvferry.router.engine_losses import digest_of
 from kvferry.router.placement_policy import Measured, Policy
 from kvferry.router.priced_placement import Decision
@@ -64,8 +65,9 @@ class Dispatcher:
         config: GatewayConfig,
         *,
         volumes: Callable[[str], Mapping[str, VolumeCosts]] = lambda pool: NO_VOLUMES,
+        may_transfer: Callable[[EngineKind, EngineKind, str, bool], bool] = lambda prefill, decode, pool, adapter: True,
     ) -> None:
-        """`volumes` gives those that a pool's engines use."""
+        """`volumes` gives those that a pool's engines use; `may_transfer` is that of `Router`."""
         self._router = Router(
             workers,
             policy,
@@ -74,6 +76,7 @@ class Dispatcher:
             volumes,
             itertools.count(1),
             config.queue_timeout_s,
+            may_transfer,
         )
         self.request_timeout_s = config.request_timeout_s
         self._telling: dict[bytes, asyncio.Task[None]] = {}  # the other gateways, of requests in quarantine

@@ -11,6 +11,7 @@ import msgspec
 from kvferry.engine.base import EngineStats, RequestId, Turn
 from kvferry.membership.base import Member, MemberId
 from kvferry.pages.exchange import difference, sorted_fields
+from kvferry.proof.certificates import EngineKind, kind_of
 
 
 class Reason(enum.StrEnum):
@@ -23,6 +24,7 @@ class Reason(enum.StrEnum):
     PREFILL_BUSY = "prefill_busy"  # aggregated: the queues of the prefill workers cost more
     NO_PREFILL_WORKER = "no_prefill_worker"
     UNEQUAL_PAGES = "unequal_pages"
+    UNPROVEN = "unproven"  # aggregated: no transfer from a prefill worker to these is proven
 
 
 PageFormat = tuple[str, int, str, str]
@@ -39,9 +41,11 @@ class Candidate:
     stats: EngineStats = field(default_factory=EngineStats)
     reported_s: float = float("-inf")  # when `stats` arrived, on the clock of `now_s`
     member_id: MemberId = field(init=False)  # of `member`
+    engine_kind: EngineKind = field(init=False)  # likewise
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "member_id", self.member.member_id)
+        object.__setattr__(self, "engine_kind", kind_of(self.member))
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):

@@ -46,7 +46,10 @@ class Policy(Protocol):
         *,
         volumes: Mapping[str, VolumeCosts],
         may_be_aggregated: bool,
-    ) -> Placement | None: ...
+        why_no_prefill: Reason = Reason.NO_PREFILL_WORKER,
+    ) -> Placement | None:
+        """`why_no_prefill` is the reason of a placement where `prefill` is empty."""
+        ...
 
     def began(self, request: PlacementRequest, placement: Placement, now_s: float) -> None:
         return
@@ -100,12 +103,18 @@ class PricedPolicy:
         *,
         volumes: Mapping[str, VolumeCosts],
         may_be_aggregated: bool,
+        why_no_prefill: Reason = Reason.NO_PREFILL_WORKER,
     ) -> Placement | None:
         pool = decode[0].member.pool if decode else ""
         placer = self.placer if not pool else self._by_pool.get(pool)
         if placer is None:
             placer = self._by_pool[pool] = self._make()
-        decision = placer.place(request, prefill, decode, now_s, volumes=volumes, may_be_aggregated=may_be_aggregated)
+        decision = placer.place(
+            *(request, prefill, decode, now_s),
+            volumes=volumes,
+            may_be_aggregated=may_be_aggregated,
+            why_no_prefill=why_no_prefill,
+        )
         if pool and decision is not None:
             for worker in filter(None, (decision.prefill, decision.decode)):
                 self._by_worker[worker] = placer
@@ -199,13 +208,14 @@ class RoundRobinPolicy(Policy):
         *,
         volumes: Mapping[str, VolumeCosts],
         may_be_aggregated: bool,
+        why_no_prefill: Reason = Reason.NO_PREFILL_WORKER,
     ) -> Placement | None:
         if not decode:
             return None
         turn, self._turn = self._turn, self._turn + 1
         chosen = decode[turn % len(decode)].member
         if not prefill:
-            return Placement(None, chosen.member_id, Reason.NO_PREFILL_WORKER)
+            return Placement(None, chosen.member_id, why_no_prefill)
         partners = [candidate.member for candidate in prefill if can_exchange(candidate.member, chosen)]
         if not partners:
             return Placement(None, chosen.member_id, Reason.UNEQUAL_PAGES)

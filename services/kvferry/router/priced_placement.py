@@ -128,6 +128,7 @@ class Placer:
         *,
         volumes: Mapping[str, VolumeCosts] = NO_VOLUMES,
         may_be_aggregated: bool = True,
+        why_no_prefill: Reason = Reason.NO_PREFILL_WORKER,
     ) -> Decision | None:
         """Return the cheapest placement, or by chance one near it; None without a decode worker. O(P + D).
 
@@ -153,7 +154,7 @@ class Placer:
             margin_ms = self._margin_ms(aggregated.aggregated_ms - aggregated.streams_ms)
             chosen_prefill = None
             chosen = self._choose_near(sorted(decode_quotes, key=_aggregated_ms), _aggregated_ms, margin_ms)
-            reason = _why_aggregated(request, prefill_quotes, by_prefill, by_decode, chosen)
+            reason = _why_aggregated(request, prefill_quotes, by_prefill, by_decode, chosen) or why_no_prefill
         quotes = _Quotes(
             chosen_prefill,
             chosen,
@@ -284,9 +285,10 @@ def _why_aggregated(
     by_prefill: Sequence[PrefillQuote],
     by_decode: Sequence[DecodeQuote],
     chosen: DecodeQuote,
-) -> Reason:
+) -> Reason | None:
+    """None without prefill workers."""
     if not prefill:
-        return Reason.NO_PREFILL_WORKER
+        return None
     if not by_prefill:
         return Reason.UNEQUAL_PAGES
     if 2 * chosen.missing_tokens <= request.num_tokens:

@@ -64,7 +64,7 @@ class RequestRecord(msgspec.Struct):
     prefill_worker: MemberId | None = None
     decode_worker: MemberId | None = None
     prefill_failure: str = ""
-    unequal_pages: str = ""  # what keeps prefill workers from exchanging pages with the decode worker
+    unequal_pages: str = ""  # why prefill workers exchange no pages with the decode worker
     prefill_sources: PromptSources = NO_SOURCES
     sources: PromptSources = NO_SOURCES
     cached: CachedTokens | None = None  # in the decode worker's tiers, and transferred to it; None: it did not say

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.config import entry_of, is_of_entry
@@ -13,7 +13,7 @@ from kvferry.errors import NoDecodeWorker, Overloaded, Quarantined, UnavailableE
 from kvferry.link.identity import CONTINUE, IMAGES
 from kvferry.link.quarantine import QUARANTINE_S
 from kvferry.link.worker_link import Place, WorkerLink
-from kvferry.membership.base import MemberKind
+from kvferry.membership.base import Member, MemberKind
 from kvferry.observability.exposition import Exposition
 from kvferry.observability.telemetry import (
     CONTINUED_REQUESTS,
@@ -28,6 +28,7 @@ from kvferry.observability.telemetry import (
     TRANSFERRED_PAGES,
 )
 from kvferry.pages.keys import page_images, route_keys, seed_of
+from kvferry.proof.certificates import EngineKind, kind_of
 from kvferry.router.engine_losses import digest_of
 from kvferry.router.placement import Candidate, Placement, PlacementRequest, Reason, can_exchange, why_unequal
 from kvferry.router.placement_policy import Policy
@@ -40,6 +41,7 @@ from kvferry.router.worker_pool import WorkerPool
 RESERVE_TIMEOUT_S = 1.0
 MAX_REFUSALS = 8  # of workers that said they had room, before the request waits in line
 
+NOT_PROVEN = "no transfer from a prefill worker is proven; `kvferry prove` says why, as does /readyz to operators"
 NOT_TRIED = f"the same request is not tried again for {QUARANTINE_S / 60:g} minutes"
 
 
@@ -67,6 +69,8 @@ class Router:
     volumes: Callable[[str], Mapping[str, VolumeCosts]]  # by pool
     attempt_numbers: Iterator[int]
     queue_timeout_s: float
+    # Whether a transfer between engines of two kinds, in a pool, may be used; True for one with an adapter.
+    may_transfer: Callable[[EngineKind, EngineKind, str, bool], bool]
 
     def refuse_quarantined(self, request: Request) -> None:
         """Raises Quarantined."""
@@ -230,17 +234,20 @@ class RequestPlacer:
         router, run, kept = self._router, self._run, self._run.kept
         decode, _ = self._candidates(MemberKind.DECODE)
         if kept is not None:
-            exchanging = [candidate for candidate in decode if can_exchange(candidate.member, kept.holder)]
+            exchanging = [each for each in decode if self._may_pull(each, kept.holder)]
             decode, kept = (exchanging, kept) if exchanging else (decode, None)
         if not decode:
             return None
         prefill: list[Candidate] = []
-        has_full_prefill = False
+        has_full_prefill, why_no_prefill = False, Reason.NO_PREFILL_WORKER
         if kept is None and run.may_prefill:
             prefill, full = self._candidates(MemberKind.PREFILL)
             if not prefill and full:
                 # Their queues are priced all the same: the decode worker may be cheaper.
                 prefill, has_full_prefill = full, True
+            if prefill and not (prefill := self._proven(prefill, decode)):
+                has_full_prefill, why_no_prefill = False, Reason.UNPROVEN
+                run.record.unequal_pages = NOT_PROVEN
         began_ns = time.perf_counter_ns()
         now_s = time.monotonic()
         to_place = _placement_request(self._answer, decode[0].member.block_size, next(router.attempt_numbers))
@@ -251,6 +258,7 @@ class RequestPlacer:
             now_s,
             volumes=router.volumes(self._pool),
             may_be_aggregated=self._may_be_aggregated,
+            why_no_prefill=why_no_prefill,
         )
         assert placement is not None
         if has_full_prefill and placement.prefill is not None:
@@ -269,6 +277,25 @@ class RequestPlacer:
         router.metrics.placement_seconds.observe(took_ns / 1e9)
         run.record.note_placement(placement, took_ns)
         return PlacedAttempt(to_place.request_id, placement)
+
+    def _may_pull(self, decode: Candidate, holder: Member) -> bool:
+        return can_exchange(decode.member, holder) and self._router.may_transfer(
+            kind_of(holder), decode.engine_kind, self._pool, bool(self._adapter)
+        )
+
+    def _proven(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> list[Candidate]:
+        """Return prefill workers whose pages may go to every one of these decode workers that could read them."""
+        kinds = {each.engine_kind for each in decode}
+        proven = {
+            kind
+            for kind in {each.engine_kind for each in prefill}
+            if all(
+                self._router.may_transfer(kind, other, self._pool, bool(self._adapter))
+                for other in kinds
+                if other.exchange_digest == kind.exchange_digest
+            )
+        }
+        return [each for each in prefill if each.engine_kind in proven]
 
     def _candidates(self, kind: MemberKind) -> tuple[list[Candidate], list[Candidate]]:
         """Return workers that did not fail this request: those with room, and those without.

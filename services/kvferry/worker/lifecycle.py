@@ -146,6 +146,7 @@ class WorkerHost:
             block_size=info.block_size,
             page_bytes=info.page_bytes,
             kv_cache_dtype=info.kv_cache_dtype,
+            device=info.device,
             pool=self._pool,
             exchange=info.exchange,
             exchange_digest=exchange_digest(info.exchange),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from kvferry.pages.exchange import ARGUMENTS, PAGE_FORMATS, WEIGHTS, ExchangeFields, exchange_digest, sorted_fields
 
+_MAX_NAME = 100  # characters of a device's name
 # Keys of the model's configuration that say where it lies and which program wrote it.
 _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
 
@@ -92,6 +95,24 @@ def instruction_set(vllm_config: Any) -> str:
     isa = _get_attn_isa(page_dtype(vllm_config), cache.block_size, model.get_head_size(), cache.cache_dtype)
     vectors = "avx512" if torch.cpu._is_avx512_supported() else "avx2" if torch.cpu._is_avx2_supported() else "plain"
     return f"{platform.machine()}-{vectors}-{isa}"
+
+
+def device_name(ranks: int) -> str:
+    """Return the device's product name with its driver, `2 x` before it for two ranks."""
+    if current_platform.is_cpu():
+        name = _value_in(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.+)$") or platform.machine()
+    else:
+        driver = _value_in(Path("/proc/driver/nvidia/version"), r"Kernel Module\s+.*?([0-9]+\.[0-9.]+)")
+        name = f"{current_platform.get_device_name()}, driver {driver or 'unknown'}"
+    return f"{ranks} x {name}" if ranks > 1 else name
+
+
+def _value_in(file: Path, pattern: str) -> str:
+    try:
+        found = re.search(pattern, file.read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1].strip()[:_MAX_NAME] if found is not None else ""
 
 
 def kv_cache_dtype(vllm_config: Any) -> str:

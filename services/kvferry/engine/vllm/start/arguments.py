@@ -234,7 +234,7 @@ def describe(
     cpu_bytes: int = 0,
     adapters: frozenset[str] = frozenset(),
 ) -> EngineInfo:
-    from kvferry.engine.vllm.plugins.exchange_fields import exchange_fields, page_dtype, type_name
+    from kvferry.engine.vllm.plugins.exchange_fields import device_name, exchange_fields, page_dtype, type_name
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     pages = page_sizes(vllm_config)
@@ -248,6 +248,7 @@ def describe(
         kv_cache_dtype=type_name(page_dtype(vllm_config)),
         num_cpu_pages=cpu_bytes // pages.page_bytes,
         exchange=exchange_fields(vllm_config, weights=weights),
+        device=device_name(parallel.tensor_parallel_size),
         pool_bytes=cache.num_gpu_blocks * pages.block_bytes * parallel.tensor_parallel_size,
         adapters=adapters,
     )

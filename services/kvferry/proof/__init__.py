@@ -1,0 +1,1 @@
+"""Whether KV pages survive the way between two engines: proven on the engines that serve."""

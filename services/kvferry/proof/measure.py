@@ -1,0 +1,161 @@
+"""Asks two engines for the answers that `verdict.py` compares."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from kvferry.engine.base import NO_SOURCES, EngineOutput, EngineRequest, RequestId, Sampling, TransferParams
+from kvferry.errors import KvferryError
+from kvferry.proof.verdict import NUM_ANSWERED, Distances, Logprobs, View, distance, wrong_prompts
+
+NUM_LOGPROBS = 20
+_PROMPT_ONLY = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
+_ANSWER = Sampling(max_tokens=NUM_ANSWERED, temperature=0.0, ignore_eos=True, logprobs=NUM_LOGPROBS)
+_TOKEN = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=NUM_LOGPROBS)
+
+
+class NotComparable(KvferryError):
+    """The engines did other things than were asked for, so distances would say nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    token_ids: Sequence[int]
+    logprobs: Sequence[Logprobs]
+    last: EngineOutput
+
+
+Ask = Callable[[EngineRequest], Awaitable[Answered]]
+
+
+def answered(outputs: Sequence[EngineOutput]) -> Answered:
+    """`outputs` are all those of one request. Raises NotComparable where log-probabilities are missing."""
+    tokens = [token for output in outputs for token in output.token_ids]
+    logprobs = [
+        {each.token_id: each.logprob for each in position} for output in outputs for position in output.logprobs or ()
+    ]
+    return Answered(tokens, logprobs, outputs[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    tokens: Sequence[int]
+    direct: Logprobs
+    held: Sequence[Logprobs]
+    held_tokens: Sequence[int]  # of the prompt, in pages that the engine held, by position
+
+
+class Measurement:
+    def __init__(
+        self,
+        prefill: Ask,
+        decode: Ask,
+        *,
+        block_size: int,
+        tokens: Sequence[int],
+        name: str,
+        pool: str = "",
+        adapter: str = "",
+    ) -> None:
+        """`name` begins request ids and cache salts: no other requests find these pages. `tokens` replace others."""
+        self._prefill, self._decode = prefill, decode
+        self._block_size, self._tokens = block_size, tokens
+        self._name, self._pool, self._adapter = name, pool, adapter
+        self._numbers = itertools.count()
+
+    async def distances(self, number: int, prompt: Sequence[int]) -> list[Distances]:
+        """Raises the engines' errors, and NotComparable."""
+        own = await self._own(prompt, f"{number}-own")
+        noise = await self._cut_elsewhere(prompt, own, f"{number}-cut")
+        transferred = await self._transferred(prompt, prompt, own, f"{number}-transferred")
+        wrong = wrong_prompts(prompt, self._block_size, self._tokens, number)
+        controls = [
+            await self._transferred(prompt, each, own, f"{number}-wrong-{place}") for place, each in enumerate(wrong)
+        ]
+        direct = Distances(
+            number,
+            len(prompt),
+            View.DIRECT,
+            distance([own.direct], [transferred.direct]),
+            distance([own.direct], [noise.direct]),
+            tuple(distance([own.direct], [control.direct]) for control in controls),
+        )
+        if not any(own.held_tokens):
+            return [direct]
+        # At a page's end there is no partial page, and the first position of the held view is the direct one.
+        is_whole = (len(prompt) - 1) % self._block_size == 0
+        for other in (noise, transferred, *controls):
+            if list(other.held_tokens) != list(own.held_tokens):
+                raise NotComparable(
+                    f"the decode engine held {sum(other.held_tokens)} tokens of pages where it held "
+                    f"{sum(own.held_tokens)} of its own; it may have been too busy to keep them"
+                )
+        held = Distances(
+            number,
+            len(prompt),
+            View.HELD,
+            distance(own.held, transferred.held),
+            distance(own.held, noise.held),
+            tuple(distance(own.held, control.held) for control in controls),
+        )
+        return [held] if is_whole else [direct, held]
+
+    async def _own(self, prompt: Sequence[int], salt: str) -> _Views:
+        # As after a transfer, the last token of the prompt is computed alone, from pages with all tokens before it.
+        sampling = structs.replace(_ANSWER, max_tokens=2, allowed_token_ids=(prompt[-1],))
+        alone = await self._decode(self._request(prompt[:-1], sampling, f"{salt}-alone"))
+        answer = await self._decode(self._request(prompt, _ANSWER, salt))
+        return await self._views(prompt, alone.logprobs[1], answer.token_ids, salt)
+
+    async def _cut_elsewhere(self, prompt: Sequence[int], own: _Views, salt: str) -> _Views:
+        for cut in (len(prompt) // 3, len(prompt) // 2 + 1):
+            await self._decode(self._request(prompt[: max(1, cut)], _PROMPT_ONLY, salt))
+        answer = await self._decode(self._request(prompt, _ANSWER, salt))
+        return await self._views(prompt, answer.logprobs[0], own.tokens, salt)
+
+    async def _transferred(self, prompt: Sequence[int], computed: Sequence[int], own: _Views, salt: str) -> _Views:
+        """The pages are those of `computed`, a prompt of the same length."""
+        kept = await self._prefill(self._request(computed, _PROMPT_ONLY, salt, keep=True))
+        if kept.last.transfer_params is None:
+            raise NotComparable("the prefill engine kept no pages")
+        # Where this fails, the lease frees the pages.
+        answer = await self._decode(self._request(prompt, _ANSWER, salt, params=kept.last.transfer_params))
+        sources = answer.last.sources or NO_SOURCES
+        if not sources.external_kv_transfer:
+            raise NotComparable("no pages came to the decode engine: it computed the prompt itself")
+        return await self._views(prompt, answer.logprobs[0], own.tokens, salt)
+
+    async def _views(self, prompt: Sequence[int], direct: Logprobs, forced: Sequence[int], salt: str) -> _Views:
+        held = [
+            await self._decode(self._request([*prompt, *forced[:place]], _TOKEN, salt)) for place in range(len(forced))
+        ]
+        return _Views(
+            forced,
+            direct,
+            [each.logprobs[0] for each in held],
+            [(each.last.sources or NO_SOURCES).local_cache_hit for each in held],
+        )
+
+    def _request(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        salt: str,
+        *,
+        keep: bool = False,
+        params: TransferParams | None = None,
+    ) -> EngineRequest:
+        return EngineRequest(
+            RequestId(f"{self._name}-{next(self._numbers)}"),
+            tokens,
+            sampling,
+            keep_for_transfer=keep,
+            transfer_params=params,
+            cache_salt=f"{self._name}-{salt}",
+            pool=self._pool,
+            adapter=self._adapter,
+        )

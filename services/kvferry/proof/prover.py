@@ -1,0 +1,343 @@
+"""Proves transfers between the engines of a gateway's workers, and says which are proven."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from msgspec import structs
+
+from kvferry.engine.base import EngineOutput, EngineRequest
+from kvferry.errors import EngineDead, KvferryError, Overloaded, UnavailableError, WorkerLost
+from kvferry.link.worker_link import WorkerLink
+from kvferry.membership.base import MemberId, MemberKind, RecordChange, Records, RecordStore
+from kvferry.proof.certificates import FOLDER, MAX_LOST, Certificate, Certificates, EngineKind, Way, key_of, kind_of
+from kvferry.proof.measure import Answered, Ask, Measurement, answered
+from kvferry.proof.verdict import Distances, Outcome, judge, prompts
+
+log = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S: Final = 60.0
+PROOF_TIMEOUT_S: Final = 300.0
+CLAIM_S: Final = PROOF_TIMEOUT_S + 60.0  # after which a claim of another gateway no longer counts
+NUM_LOOKS, LOOK_S = 40, 0.05  # for requests of tenants that wait, before each request of a proof
+RETRY_S: Final = 5.0  # after a failure of the registry, or while workers are too busy
+RECHECK_S: Final = 60.0  # between looks for results that are due again
+PENDING: Final = "not proven yet"
+MIN_TOKENS: Final = 16  # different ones that prompts are made of
+
+
+class Subject(NamedTuple):
+    """What is proven: a way between two workers, each for all of its kind."""
+
+    prefill: WorkerLink
+    decode: WorkerLink
+    way: Way
+    adapter: str = ""
+
+    @property
+    def key(self) -> str:
+        return key_of(kind_of(self.prefill.member), kind_of(self.decode.member), self.way)
+
+    def __str__(self) -> str:
+        prefill, decode = self.prefill.member, self.decode.member
+        devices = f"{prefill.device or 'unknown'} to {decode.device or 'unknown'}"
+        return f"{self.way} of {decode.model.rpartition('/')[2]} ({devices})"
+
+
+class Prover:
+    def __init__(
+        self,
+        store: RecordStore,
+        certificates: Certificates,
+        gateway_id: MemberId,
+        *,
+        usable: Callable[[MemberKind], Sequence[WorkerLink]],
+        is_wanted: Callable[[str], bool],
+        read_tokens: Callable[[str], Awaitable[Sequence[int]]],
+        longest: Callable[[str], int],
+        on_change: Callable[[], None],
+    ) -> None:
+        """The last four are by pool but `on_change`, which is called when a result comes or goes.
+
+        `is_wanted`: whether transfers of the pool have to be proven. `read_tokens` returns the tokens of a text, which
+        prompts are made of, and `longest` the tokens of the longest prompt.
+        """
+        self._store = store
+        self._certificates = certificates
+        self._gateway_id = gateway_id
+        self._usable = usable
+        self._is_wanted = is_wanted
+        self._read_tokens = read_tokens
+        self._longest = longest
+        self._on_change = on_change
+        self._known: dict[str, Certificate] = {}
+        self._claims_since_s: dict[tuple[str, str], float] = {}  # of other gateways, by key and gateway
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._has_read = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Prover {len(self._known)} results>"
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._prove_all())]
+
+    async def close(self) -> None:
+        """Idempotent. A proof under way ends, and another gateway takes it over."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def workers_changed(self) -> None:
+        self._changed.set()
+
+    def is_proven(self, prefill: EngineKind, decode: EngineKind, *, has_adapter: bool) -> bool:
+        way = Way.ADAPTER if has_adapter else Way.TRANSFER
+        certificate = self._known.get(key_of(prefill, decode, way))
+        return certificate is not None and certificate.outcome is Outcome.PROVEN
+
+    def results(self) -> Iterator[tuple[Subject, Certificate | None]]:
+        """Yield each way between workers that are linked now, with its result if there is one."""
+        for subject in self._subjects():
+            yield subject, self._known.get(subject.key)
+
+    # What is to be proven
+
+    def _subjects(self) -> list[Subject]:
+        """Return one for each key."""
+        found: dict[str, Subject] = {}
+        decoding = self._usable(MemberKind.DECODE)
+        for prefill in self._usable(MemberKind.PREFILL):
+            for decode in decoding:
+                if not _exchange(prefill, decode) or not self._is_wanted(decode.member.pool):
+                    continue
+                subjects = [Subject(prefill, decode, Way.TRANSFER)]
+                if adapters := sorted(prefill.adapters & decode.adapters):
+                    subjects.append(Subject(prefill, decode, Way.ADAPTER, adapters[0]))
+                for subject in subjects:
+                    found.setdefault(subject.key, subject)
+        return list(found.values())
+
+    def _next(self) -> Subject | None:
+        now_unix_s, now_s = time.time(), time.monotonic()
+        for subject in self._subjects():
+            known = self._known.get(subject.key)
+            if known is None:
+                return subject
+            if known.claimed_by and known.claimed_by != self._gateway_id:
+                since_s = self._claims_since_s.setdefault((subject.key, known.claimed_by), now_s)
+                if now_s - since_s < CLAIM_S:
+                    continue
+            if known.claimed_by or known.is_due(now_unix_s):
+                return subject
+        return None
+
+    async def _prove_all(self) -> None:
+        await self._has_read.wait()
+        num_failures = 0
+        while True:
+            self._changed.clear()
+            try:
+                while (subject := self._next()) is not None:
+                    await self._prove(subject)
+            except Exception as error:
+                pause_s = min(RECHECK_S, RETRY_S * 2**num_failures)
+                num_failures = min(num_failures + 1, 10)
+                if isinstance(error, KvferryError | TimeoutError):
+                    log.warning("no proof now, again in %.0f s: %s", pause_s, _message(error))
+                else:
+                    log.exception("a proof failed; again in %.0f s", pause_s)
+                await asyncio.sleep(pause_s)
+                continue
+            num_failures = 0
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RECHECK_S):
+                    await self._changed.wait()
+
+    # Records
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async for change in self._store.watch(FOLDER):
+                    self._apply(change)
+                    self._has_read.set()
+                    self._changed.set()
+                    self._on_change()
+            except KvferryError as error:
+                log.warning("proofs cannot be followed: %s", error.message)
+            except Exception:
+                log.exception("following the proofs failed; trying again")
+            await asyncio.sleep(RETRY_S)
+
+    def _apply(self, change: RecordChange) -> None:
+        if isinstance(change, Records):
+            self._known = {}
+            for name, value in change.by_name.items():
+                self._learn(name, value)
+        elif change.value is not None:
+            self._learn(change.name, change.value)
+        elif self._known.pop(change.name, None) is not None:
+            # An operator wants it proven again.
+            self._certificates.drop(change.name)
+
+    def _learn(self, name: str, value: bytes) -> None:
+        certificate = self._certificates.decode(name, value)
+        if certificate is None:
+            self._known.pop(name, None)
+            return
+        if not certificate.claimed_by:
+            self._claims_since_s = {each: since for each, since in self._claims_since_s.items() if each[0] != name}
+        self._known[name] = certificate
+
+    # One proof
+
+    async def _prove(self, subject: Subject) -> None:
+        key = subject.key
+        record = await self._store.read(f"{FOLDER}/{key}")
+        before = self._certificates.decode(key, record.value) if record is not None else None
+        if record is not None and before is not None and before != self._known.get(key):
+            self._learn(key, record.value)  # another gateway was at work
+            return
+        kept = await asyncio.to_thread(self._certificates.load, key) if before is None else None
+        if kept is not None and not kept.is_due(time.time()):
+            await self._write(kept, record.revision if record is not None else 0)
+            log.info("%s is %s, as an earlier start found", subject, kept.outcome)
+            return
+        began = (
+            _unproven(subject, "the proof is under way") if before is None else structs.replace(before, claimed_by="")
+        )
+        claim = structs.replace(began, claimed_by=self._gateway_id)
+        if not await self._write(claim, record.revision if record is not None else 0):
+            return  # another gateway was first
+        log.info("proving the %s; decode workers compute prompts until then", subject)
+        begun_s = time.monotonic()
+        result = began  # which is due again at once, where the proof fails for a reason that passes
+        try:
+            result = structs.replace(
+                await self._result(subject, began),
+                gateway=self._gateway_id,
+                model=subject.decode.member.model.rpartition("/")[2],
+                unix_s=time.time(),
+                took_s=round(time.monotonic() - begun_s, 3),
+            )
+            self._tell(subject, result)
+        except (UnavailableError, Overloaded, TimeoutError) as error:
+            result = structs.replace(began, reason=f"the proof could not be made: {_message(error)}")
+            raise
+        finally:
+            record = await self._store.read(f"{FOLDER}/{key}")
+            await self._write(result, record.revision if record is not None else 0)
+        await asyncio.to_thread(self._certificates.keep, result)
+
+    async def _write(self, certificate: Certificate, revision: int) -> bool:
+        value = self._certificates.encode(certificate)
+        written = await self._store.write(f"{FOLDER}/{certificate.key}", value, revision)
+        if written:
+            self._learn(certificate.key, value)
+            self._on_change()
+        return written
+
+    async def _result(self, subject: Subject, began: Certificate) -> Certificate:
+        measured: list[Distances] = []
+        reason, num_lost = "", 0
+        try:
+            async with asyncio.timeout(PROOF_TIMEOUT_S):
+                async for distances in self._measure(subject):
+                    measured += distances
+        except (WorkerLost, EngineDead) as error:
+            if isinstance(error, WorkerLost) and not error.has_vanished:
+                raise  # it was drained, or this gateway ends
+            num_lost, reason = began.num_lost + 1, f"an engine was lost during the proof: {error.message}"
+        except (UnavailableError, Overloaded):
+            raise
+        except KvferryError as error:
+            reason = error.message
+        verdict = judge(measured)
+        outcome = verdict.outcome
+        if reason:
+            outcome = Outcome.REFUTED if num_lost >= MAX_LOST else Outcome.UNDECIDED
+        return structs.replace(
+            began,
+            outcome=outcome,
+            reason=reason or verdict.reason,
+            num_lost=num_lost,
+            limits=verdict.limits,
+            distances=tuple(measured),
+        )
+
+    async def _measure(self, subject: Subject) -> AsyncIterator[Sequence[Distances]]:
+        member = subject.decode.member
+        tokens = await self._read_tokens(member.pool)
+        if len(set(tokens)) < MIN_TOKENS:
+            raise KvferryError(f"the text of the proof has fewer than {MIN_TOKENS} different tokens of this model")
+        seed = secrets.randbits(32)
+        measurement = Measurement(
+            self._ask(subject.prefill),
+            self._ask(subject.decode),
+            block_size=member.block_size,
+            tokens=tokens,
+            name=f"proof-{seed:08x}",
+            pool=member.pool,
+            adapter=subject.adapter,
+        )
+        for number, prompt in enumerate(prompts(tokens, member.block_size, self._longest(member.pool), seed)):
+            yield await measurement.distances(number, prompt)
+
+    def _ask(self, link: WorkerLink) -> Ask:
+        async def ask(request: EngineRequest) -> Answered:
+            await _until_quiet(link)
+            outputs: list[EngineOutput] = []
+            remote = link.submit(request, outputs.append)
+            try:
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                    await remote.wait()
+            finally:
+                remote.cancel()
+            return answered(outputs)
+
+        return ask
+
+    def _tell(self, subject: Subject, result: Certificate) -> None:
+        if result.outcome is Outcome.PROVEN:
+            log.info(
+                "proven in %.1f s: %s; distance at most %.4g, of wrong pages at least %.4g",
+                *(result.took_s, subject, result.distance, result.wrong_from),
+            )
+        else:
+            log.warning("%s: %s is not transferred: %s", result.outcome, subject, result.reason)
+
+
+def _unproven(subject: Subject, reason: str) -> Certificate:
+    return Certificate(
+        prefill=kind_of(subject.prefill.member),
+        decode=kind_of(subject.decode.member),
+        way=subject.way,
+        outcome=Outcome.UNDECIDED,
+        reason=reason,
+    )
+
+
+def _exchange(prefill: WorkerLink, decode: WorkerLink) -> bool:
+    one, other = prefill.member, decode.member
+    return (one.pool, one.exchange_digest) == (other.pool, other.exchange_digest)
+
+
+async def _until_quiet(link: WorkerLink) -> None:
+    """Let requests of tenants that wait at the worker go first, for a while. Raises Overloaded if it is full."""
+    for _ in range(NUM_LOOKS):
+        if link.is_full:
+            raise Overloaded("a worker is full")
+        if not link.stats.num_waiting:
+            return
+        await asyncio.sleep(LOOK_S)
+
+
+def _message(error: BaseException) -> str:
+    return error.message if isinstance(error, KvferryError) else "the engines did not answer in time"

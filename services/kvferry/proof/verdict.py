@@ -1,0 +1,148 @@
+"""Distances between log-probabilities, and what they say about a KV transfer. Pure."""
+
+# The decode engine answers a prompt from four kinds of pages: its own; its own again, with the prompt cut elsewhere
+# (the noise of this model on this device); transferred ones; and wrong ones, transferred from another prompt (the
+# controls). The last tokens are computed in the same steps each time, so on most devices right pages are at distance 0
+# exactly. Where they are not, they may be as far away as noise is. Every control has to be far beyond the limit that
+# was used: a comparison that cannot fail proves nothing.
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+NUM_LIKELIEST = 5  # tokens of a position that are compared
+EXACT = 1e-3  # at most: right without a look at the noise, as log-probabilities travel with few digits
+NOISE_FACTOR = 2.0  # how far beyond noise a transfer may be, in the mean and at most
+CONTROL_FACTOR = 2.0  # how far beyond the limit each control has to be
+
+NUM_ANSWERED = 2  # tokens of each answer
+MIN_PROMPT = 8  # tokens
+
+Logprobs = Mapping[int, float]  # natural logarithms by token id, of one position
+
+
+class View(enum.StrEnum):
+    """What the decode engine computes from the pages.
+
+    direct: the first token of the request whose pages were transferred, a last partial page included.
+    held: each token of the engine's own answer, given the prompt and the tokens before it, from whole pages it holds.
+    """
+
+    DIRECT = "direct"
+    HELD = "held"
+
+
+class Outcome(enum.StrEnum):
+    PROVEN = "proven"
+    REFUTED = "refuted"
+    UNDECIDED = "undecided"
+
+
+class Distances(msgspec.Struct, frozen=True):
+    """How far answers to one prompt are from the answer of the decode engine's own pages."""
+
+    prompt: int  # its number
+    num_tokens: int
+    view: View
+    transferred: float
+    noise: float
+    controls: tuple[float, ...]
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    outcome: Outcome
+    reason: str = ""
+    limits: Mapping[str, float] = {}  # by view
+
+
+def distance(own: Sequence[Logprobs], other: Sequence[Logprobs]) -> float:
+    """Return the mean difference at the likeliest tokens of `own`, in natural logarithms; inf where one is no number.
+
+    A token that `other` does not name counts as its least likely one.
+    """
+    differences = []
+    for here, there in zip(own, other, strict=True):
+        least = min(there.values(), default=-math.inf)
+        likeliest = sorted(here, key=here.__getitem__, reverse=True)[:NUM_LIKELIEST]
+        differences += [abs(here[token] - there.get(token, least)) for token in likeliest]
+    mean = sum(differences) / len(differences) if differences else math.inf
+    return mean if math.isfinite(mean) else math.inf
+
+
+def judge(measured: Sequence[Distances]) -> Verdict:
+    """Return PROVEN only if the pages of every prompt are right in every view of it."""
+    if not measured:
+        return Verdict(Outcome.UNDECIDED, "nothing was measured")
+    limits = {view.value: _limit([each for each in measured if each.view is view]) for view in View}
+    undecided = ""
+    for each in measured:
+        limit = limits[each.view]
+        if each.transferred <= EXACT and _are_controls_beyond(EXACT, each):
+            continue
+        if not _are_controls_beyond(limit, each):
+            undecided = undecided or f"wrong pages are not told from right ones {_at(each, limit)}"
+        elif each.transferred > limit:
+            reason = f"transferred pages differ from the engine's own {_at(each, limit)}"
+            return Verdict(Outcome.REFUTED, reason, limits)
+    return Verdict(Outcome.UNDECIDED if undecided else Outcome.PROVEN, undecided, limits)
+
+
+def _limit(measured: Sequence[Distances]) -> float:
+    noise = [each.noise for each in measured]
+    limit = max(EXACT, NOISE_FACTOR * max(noise, default=0.0))
+    # Less than every prompt's noise, and in all of them, is no noise.
+    is_beyond = _mean(each.transferred for each in measured) > max(EXACT, NOISE_FACTOR * _mean(noise))
+    return EXACT if is_beyond else limit
+
+
+def _are_controls_beyond(limit: float, each: Distances) -> bool:
+    return math.isfinite(limit) and bool(each.controls) and min(each.controls) > CONTROL_FACTOR * limit
+
+
+def _at(each: Distances, limit: float) -> str:
+    return (
+        f"at {each.num_tokens} tokens ({each.view}): distance {each.transferred:.4g}, limit {limit:.4g}, wrong pages "
+        f"from {min(each.controls, default=math.nan):.4g}"
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0
+
+
+def lengths(block_size: int, longest: int) -> list[int]:
+    """Return lengths of prompts: of less than a page, of several and a half, of several and a token, and `longest`."""
+    wanted = (block_size - 2, 3 * block_size + block_size // 2, 5 * block_size + 1, longest)
+    return sorted({min(longest, max(MIN_PROMPT, each)) for each in wanted})
+
+
+def prompts(tokens: Sequence[int], block_size: int, longest: int, seed: int) -> list[list[int]]:
+    """Return prompts made of `tokens`, which are of a text: pieces of it and tokens in any order, in turn."""
+    draw = random.Random(seed)
+    made = []
+    for number, length in enumerate(lengths(block_size, longest)):
+        if number % 2:
+            made.append([draw.choice(tokens) for _ in range(length)])
+        else:
+            begin = draw.randrange(len(tokens))
+            made.append([tokens[(begin + place) % len(tokens)] for place in range(length)])
+    return made
+
+
+def wrong_prompts(prompt: Sequence[int], block_size: int, tokens: Sequence[int], seed: int) -> list[list[int]]:
+    """Return prompts whose pages are wrong for `prompt`: one token differs, and two whole pages are exchanged."""
+    draw = random.Random(seed)
+    end = (len(prompt) - 1) // block_size * block_size  # of the whole pages; the engine computes the last token itself
+    place = (end or len(prompt) - 1) - 2
+    one_token = list(prompt)
+    one_token[place] = draw.choice([each for each in tokens if each != prompt[place]])
+    if end < 2 * block_size:
+        return [one_token]
+    first, second = end - 2 * block_size, end - block_size
+    return [one_token, [*prompt[:first], *prompt[second:end], *prompt[first:second], *prompt[end:]]]

@@ -1,0 +1,152 @@
+"""Which transfers of a cluster are proven, from its members and the records of proofs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvferry.config import ClusterConfig, entry_of
+from kvferry.errors import LocalError
+from kvferry.gateway.identity.tenants import read_secret
+from kvferry.membership.base import Member, MemberKind, Record
+from kvferry.membership.etcd import EtcdMembership
+from kvferry.proof.certificates import FOLDER, Certificate, Certificates, Way, key_of, kind_of
+from kvferry.proof.verdict import Distances, Outcome
+
+PENDING: Final = "pending"  # no gateway has begun
+UNDER_WAY: Final = "under way"
+_POLL_S: Final = 0.5
+_BAR: Final = 24  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class ProofStatus:
+    """One way between engines of two kinds; field names are those of `--json`."""
+
+    key: str
+    way: str
+    pool: str
+    model: str
+    prefill_device: str
+    decode_device: str
+    outcome: str
+    reason: str = ""
+    took_s: float = 0.0
+    distance: float | None = None  # the largest of transferred pages
+    wrong_from: float | None = None  # the smallest of wrong pages
+    unix_s: float = 0.0
+    limits: Mapping[str, float] = field(default_factory=dict)
+    distances: tuple[Distances, ...] = ()
+
+    @property
+    def is_proven(self) -> bool:
+        return self.outcome == Outcome.PROVEN
+
+    def line(self) -> str:
+        """Say it in one line."""
+        devices = (
+            self.prefill_device
+            if self.prefill_device == self.decode_device
+            else (f"{self.prefill_device} to {self.decode_device}")
+        )
+        figures = ""
+        if self.distance is not None and self.wrong_from is not None:
+            figures = f": distance {self.distance:.4g}, of wrong pages from {self.wrong_from:.4g}"
+        reason = f"; decode workers compute prompts: {self.reason}" if self.reason and not self.is_proven else ""
+        where = f" in pool {self.pool}" if self.pool else ""
+        return f"{self.way}{where} {self.outcome} on {devices or 'unknown devices'}{figures}{reason}"
+
+
+def proofs_of(
+    config: ClusterConfig, members: Collection[Member], records: Mapping[str, Record]
+) -> tuple[ProofStatus, ...]:
+    """Return one for each kind of way between the members that has to be proven."""
+    file = config.gateway.salt_secret_file
+    certificates = Certificates(None, read_secret(file) if file is not None and file.exists() else b"")
+    found: dict[str, ProofStatus] = {}
+    for prefill, decode in _pairs(members):
+        key = key_of(kind_of(prefill), kind_of(decode), Way.TRANSFER)
+        record = records.get(key)
+        known = certificates.decode(key, record.value) if record is not None else None
+        found.setdefault(key, _status(key, prefill, decode, known))
+    return tuple(found.values())
+
+
+def _pairs(members: Collection[Member]) -> Iterator[tuple[Member, Member]]:
+    for prefill in members:
+        for decode in members:
+            is_pair = (prefill.kind, decode.kind) == (MemberKind.PREFILL, MemberKind.DECODE)
+            if is_pair and prefill.pool == decode.pool and prefill.exchange_digest == decode.exchange_digest:
+                yield prefill, decode
+
+
+def _status(key: str, prefill: Member, decode: Member, known: Certificate | None) -> ProofStatus:
+    outcome = PENDING
+    if known is not None:
+        outcome = UNDER_WAY if known.claimed_by and known.outcome is not Outcome.PROVEN else known.outcome.value
+    return ProofStatus(
+        key=key,
+        way=Way.TRANSFER.value,
+        pool=entry_of(decode.pool),
+        model=decode.model.rpartition("/")[2],
+        prefill_device=prefill.device,
+        decode_device=decode.device,
+        outcome=outcome,
+        reason=known.reason if known is not None else "",
+        took_s=known.took_s if known is not None else 0.0,
+        distance=known.distance if known is not None else None,
+        wrong_from=known.wrong_from if known is not None else None,
+        unix_s=known.unix_s if known is not None else 0.0,
+        limits=known.limits if known is not None else {},
+        distances=known.distances if known is not None else (),
+    )
+
+
+async def prove(config: ClusterConfig, *, again: bool, timeout_s: float) -> tuple[ProofStatus, ...]:
+    """Return the results, once the cluster's gateways have one for each way. With `again`, they prove anew.
+
+    Raises UnavailableError without etcd, LocalError where the results do not come in time.
+    """
+    membership = EtcdMembership(config.membership)
+    try:
+        async with asyncio.timeout(timeout_s):
+            begun_s = time.time() if again else 0.0
+            if again:
+                for key in {each.key for each in await _read(config, membership)}:
+                    record = await membership.records.read(f"{FOLDER}/{key}")
+                    if record is not None:
+                        await membership.records.write(f"{FOLDER}/{key}", None, record.revision)
+            while True:
+                found = await _read(config, membership)
+                if all(each.outcome not in (PENDING, UNDER_WAY) and each.unix_s >= begun_s for each in found):
+                    return found
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise LocalError(
+            f"no result within {timeout_s:g} s; the logs of the gateways say why, as does `kvferry status`"
+        ) from None
+    finally:
+        await membership.close()
+
+
+async def _read(config: ClusterConfig, membership: EtcdMembership) -> tuple[ProofStatus, ...]:
+    return proofs_of(config, await membership.members(), await membership.records.read_all(FOLDER))
+
+
+def bars(proof: ProofStatus) -> Iterator[str]:
+    """Yield a line for each distance, with a bar as long as it is beside the largest."""
+    every = [(each, name, value) for each in proof.distances for name, value in _figures(each)]
+    largest = max((value for _, _, value in every), default=0.0)
+    for each, name, value in every:
+        length = round(_BAR * value / largest) if largest else 0
+        yield f"{each.num_tokens:>6} tokens  {each.view:<6}  {name:<11}  {value:<9.4g}  {'#' * length}"
+
+
+def _figures(each: Distances) -> Iterator[tuple[str, float]]:
+    yield "transferred", each.transferred
+    yield "noise", each.noise
+    for control in each.controls:
+        yield "wrong pages", control
