@@ -135,6 +135,9 @@ gpu-check: ## Run on this machine's GPUs what was tested on CPUs, with a report 
 bench-handoff: $(STAMP) ## Bytes/s of the KV transfer beside raw NIXL with the same bytes and descriptors; the last line is JSON
 	@$(BIN)/python -m bench.kv_transfer $(ARGS)
 
+bench-proof: $(STAMP) ## Damage transferred pages of every kind of model and look whether proofs notice (half an hour); the last line is JSON
+	@$(BIN)/python -m bench.proof $(ARGS)
+
 bench-tier: $(STAMP) ## Verified reads and writes of chunks beside fio and vLLM's loader; the last line is JSON
 	@$(BIN)/python -m bench.tier $(ARGS)
 

@@ -64,6 +64,8 @@ def proofs_of(
     config: ClusterConfig, members: Collection[Member], records: Mapping[str, Record]
 ) -> tuple[ProofStatus, ...]:
     """Return one for each kind of way between the members that has to be proven."""
+    if why_none(config):
+        return ()
     file = config.gateway.salt_secret_file
     certificates = Certificates(None, read_secret(file) if file is not None and file.exists() else b"")
     found: dict[str, ProofStatus] = {}
@@ -73,6 +75,13 @@ def proofs_of(
         known = certificates.decode(key, record.value) if record is not None else None
         found.setdefault(key, _status(key, prefill, decode, known))
     return tuple(found.values())
+
+
+def why_none(config: ClusterConfig) -> str:
+    """Return why nothing is proven in a cluster, or an empty string."""
+    if config.engine.kind == "sim":
+        return "simulated engines have no pages to prove anything of"
+    return "engine.proof is off" if config.engine.proof == "off" else ""
 
 
 def _pairs(members: Collection[Member]) -> Iterator[tuple[Member, Member]]:
@@ -108,8 +117,10 @@ def _status(key: str, prefill: Member, decode: Member, known: Certificate | None
 async def prove(config: ClusterConfig, *, again: bool, timeout_s: float) -> tuple[ProofStatus, ...]:
     """Return the results, once the cluster's gateways have one for each way. With `again`, they prove anew.
 
-    Raises UnavailableError without etcd, LocalError where the results do not come in time.
+    Raises UnavailableError without etcd, LocalError where nothing is proven, or not in time.
     """
+    if why := why_none(config):
+        raise LocalError(why)
     membership = EtcdMembership(config.membership)
     try:
         async with asyncio.timeout(timeout_s):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import msgspec
 
 from kvferry.config import ClusterConfig, TlsConfig, entry_of, is_of_entry, parse
 from kvferry.errors import LocalError, UnavailableError
@@ -80,7 +81,8 @@ class ClusterStatus:
         return [f"{member.member_id} does not use {fault}" for member in self.members for fault in member.volume_faults]
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
 
 
 def status(folder: RunFolder) -> ClusterStatus:
@@ -120,7 +122,7 @@ async def _look(record: ClusterRecord, config: ClusterConfig) -> ClusterStatus:
         etcd_endpoints=record.etcd_endpoints,
         members=tuple(await asyncio.gather(*(_look_at(member, config.worker.tls, now_unix_s) for member in ordered))),
         fault=fault,
-        proofs=proofs_of(config, members, records) if config.engine.kind != "sim" else (),
+        proofs=proofs_of(config, members, records),
     )
 
 

@@ -44,7 +44,8 @@ def machine() -> Iterator[Machine]:
         drafts = f"decode.engine.args={json.dumps({'speculative_config': ngram})}"
         up = machine.up("--set", "decode.replicas=2", "--set", drafts)
         assert up.returncode == 0, up.stdout + up.stderr
-        assert "KV page" in up.stdout, up.stdout
+        assert "first answer" in up.stdout, up.stdout
+        machine.prove()
         yield machine
 
 

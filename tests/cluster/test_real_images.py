@@ -42,6 +42,7 @@ def machine(folder: Any, known: dict[str, ImageAnswer]) -> Iterator[Machine]:
             *("--set", "gateway.images.allowed_hosts=[images.example]"),
         )
         assert up.returncode == 0, up.stdout + up.stderr
+        machine.prove()
         yield machine
 
 

@@ -30,6 +30,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         values = (f"model.hf_overrides={json.dumps(YARN)}", f"decode.engine.args={args}")
         up = machine.up("--model", str(folder), *(word for value in values for word in ("--set", value)))
         assert up.returncode == 0, up.stdout + up.stderr
+        machine.prove()
         yield machine
 
 

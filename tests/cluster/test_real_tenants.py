@@ -105,6 +105,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             "--set", f"tier.volumes=[{{path: {folder / 'volume'}, capacity_gib: 0.5}}]",
         )  # fmt: skip
         assert started.returncode == 0, started.stdout + started.stderr
+        machine.prove()
         kept = {"the secret of salts": salt_secret}
         with httpx.Client(base_url=machine.url, timeout=PATIENCE_S, trust_env=False) as http:
             world = World(machine, http, folder / "volume", folder / "usage", kept)

@@ -85,6 +85,11 @@ class Machine:
             *sorted(of_ray.glob("worker-*.err")),
         ]
 
+    def prove(self) -> None:
+        """Wait until gateways use the KV transfer between the engines."""
+        proven = self.run("prove")
+        assert proven.returncode == 0, proven.stdout + proven.stderr
+
     def up(self, *more: str) -> subprocess.CompletedProcess[str]:
         return self.run(*self.up_arguments, *more)
 

@@ -1,0 +1,139 @@
+"""kvferry's NIXL connector for vLLM, which damages the pages that arrived; loaded by the engines of `bench.proof`.
+
+The damage of the next transfers is the word in the file that `DAMAGE_VARIABLE` names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from bench.proof import DAMAGE_VARIABLE
+from kvferry.engine.vllm.plugins.nixl.nixl_connector import KvTransferConnector
+
+Pages = Sequence[torch.Tensor]  # by region, of shape (blocks, bytes)
+
+
+class DamagingConnector(KvTransferConnector):
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.WORKER and not vllm_config.kv_transfer_config.is_kv_producer:
+            _Damaging(self.connector_worker, Path(os.environ[DAMAGE_VARIABLE]), vllm_config)
+
+
+class _Damaging:
+    def __init__(self, worker: Any, file: Path, vllm_config: Any) -> None:
+        self._worker, self._file = worker, file
+        self._num_heads = vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
+        self._before: dict[str, list[torch.Tensor]] = {}  # by request: its last block as it was, by region
+        self._kept: list[torch.Tensor] = []  # the first block of the transfer before
+        self._start, self._results = worker.start_load_kv, worker.get_transfer_results
+        worker.start_load_kv, worker.get_transfer_results = self.start_load_kv, self.get_transfer_results
+
+    def start_load_kv(self, metadata: Any) -> None:
+        pages = self._pages()
+        for request_id, meta in metadata.reqs_to_recv.items():
+            if blocks := _blocks(meta):
+                self._before[request_id] = [region[blocks[-1]].clone() for region in pages]
+        self._start(metadata)
+
+    def get_transfer_results(self) -> Any:
+        receiving = dict(self._worker._recving_metadata)
+        results = self._results()
+        for request_id in results.finished_recving - results.failed_recving:
+            before = self._before.pop(request_id, None)
+            blocks = _blocks(receiving[request_id])
+            if before is not None and blocks:
+                pages = self._pages()
+                right = [region[blocks[0]].clone() for region in pages]
+                damage = self._file.read_text().strip()
+                if damage:
+                    self._damages()[damage](pages, blocks, before)
+                self._kept = right
+        return results
+
+    def _pages(self) -> list[torch.Tensor]:
+        worker = self._worker
+        found = []
+        for region, base in enumerate(worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank]):
+            cache = worker.device_kv_caches[worker.region_names[region]]
+            storage = cache.untyped_storage()
+            shape = (worker.region_num_blocks[region], worker.block_len_per_layer[region])
+            found.append(
+                torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
+                    storage, base - storage.data_ptr(), shape, (worker.block_stride_per_layer[region], 1)
+                )
+            )
+        return found
+
+    def _damages(self) -> Mapping[str, Callable[[Pages, Sequence[int], Pages], None]]:
+        return {
+            "exchanged": _exchange,
+            "shifted": _shift,
+            "of-another-prompt": self._replace,
+            "of-another-layer": _rotate_layers,
+            "keys-for-values": _exchange_halves,
+            "head-zeroed": self._zero_head,
+            "scale-lost": self._scale,
+            "stale": _restore,
+        }
+
+    def _replace(self, pages: Pages, blocks: Sequence[int], before: Pages) -> None:
+        for region, other in zip(pages, self._kept, strict=False):
+            region[blocks[0]] = other
+
+    def _zero_head(self, pages: Pages, blocks: Sequence[int], before: Pages) -> None:
+        for region in pages:
+            for block in blocks:
+                region[block, : region.shape[1] // (2 * self._num_heads)] = 0
+
+    def _scale(self, pages: Pages, blocks: Sequence[int], before: Pages) -> None:
+        for region, cache in zip(pages, self._caches(), strict=True):
+            for block in blocks:
+                values = region[block].view(cache.dtype)
+                values.copy_((values.to(torch.float32) * 1.25).to(cache.dtype))
+
+    def _caches(self) -> list[torch.Tensor]:
+        return [self._worker.device_kv_caches[name] for name in self._worker.region_names]
+
+
+def _blocks(meta: Any) -> list[int]:
+    groups = meta.local_physical_block_ids
+    return [int(block) for block in groups[0]] if groups else []
+
+
+def _exchange(pages: Pages, blocks: Sequence[int], before: Pages) -> None:
+    if len(blocks) > 1:
+        for region in pages:
+            region[list(blocks[:2])] = region[[blocks[1], blocks[0]]]
+
+
+def _shift(pages: Pages, blocks: Sequence[int], before: Pages) -> None:
+    for region in pages:
+        region[list(blocks)] = region[[*blocks[1:], blocks[0]]]
+
+
+def _rotate_layers(pages: Pages, blocks: Sequence[int], before: Pages) -> None:
+    for block in blocks:
+        first = pages[0][block].clone()
+        for here, there in itertools.pairwise(pages):
+            here[block] = there[block]
+        pages[-1][block] = first
+
+
+def _exchange_halves(pages: Pages, blocks: Sequence[int], before: Pages) -> None:
+    for region in pages:
+        half = region.shape[1] // 2
+        for block in blocks:
+            region[block] = torch.cat((region[block, half:], region[block, :half]))
+
+
+def _restore(pages: Pages, blocks: Sequence[int], before: Pages) -> None:
+    for region, other in zip(pages, before, strict=True):
+        region[blocks[-1]] = other
