@@ -33,15 +33,13 @@ class _Damaging:
         self._num_heads = vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
         self._before: dict[str, list[torch.Tensor]] = {}  # by request: its last block as it was, by region
         self._kept: list[torch.Tensor] = []  # the first block of the transfer before
-        self._start, self._results = worker.start_load_kv, worker.get_transfer_results
-        worker.start_load_kv, worker.get_transfer_results = self.start_load_kv, self.get_transfer_results
+        self._read, self._results = worker._read_blocks_for_req, worker.get_transfer_results
+        worker._read_blocks_for_req, worker.get_transfer_results = self.read_blocks, self.get_transfer_results
 
-    def start_load_kv(self, metadata: Any) -> None:
-        pages = self._pages()
-        for request_id, meta in metadata.reqs_to_recv.items():
-            if blocks := _blocks(meta):
-                self._before[request_id] = [region[blocks[-1]].clone() for region in pages]
-        self._start(metadata)
+    def read_blocks(self, request_id: str, meta: Any) -> None:
+        if blocks := _blocks(meta):
+            self._before[request_id] = [region[blocks[-1]].clone() for region in self._pages()]
+        self._read(request_id, meta)
 
     def get_transfer_results(self) -> Any:
         receiving = dict(self._worker._recving_metadata)

@@ -11,7 +11,7 @@ from generated_pages import write_or_check
 from unasync import Rule, unasync_files
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "services" / "kvferry" / "client" / "asynchronous.py"
+SOURCE = ROOT / "services" / "kvferry_client" / "asynchronous.py"
 TARGET = SOURCE.with_name("synchronous.py")
 HEADER = "# Generated from asynchronous.py by tools/generate_client.py: change that file, and run `make client`.\n"
 NAMES = {"aiter": "iter", "anext": "next", "AsyncAnswerStream": "AnswerStream", "AsyncClient": "Client"}

@@ -11,11 +11,11 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from kvferry.client import AsyncClient, NotFound
 from kvferry.gateway.usage.usage_log import read
 from kvferry.inference.v1 import inference_pb2 as pb
 from kvferry.link.identity import ADAPTERS, FEATURES, Identity
 from kvferry.membership.base import MemberKind
+from kvferry_client import AsyncClient, NotFound
 from support.beside import answered, beside
 from support.waiting import until
 

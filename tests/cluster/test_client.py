@@ -16,7 +16,9 @@ import grpc
 import pytest
 
 import kvferry
-from kvferry.client import (
+from kvferry.gateway.identity.key_file import new_key
+from kvferry.inference.v1 import inference_pb2 as pb
+from kvferry_client import (
     FINISH_REASON_LENGTH,
     AsyncClient,
     CallFailed,
@@ -33,9 +35,7 @@ from kvferry.client import (
     Unauthenticated,
     Unavailable,
 )
-from kvferry.client.errors import failure_of
-from kvferry.gateway.identity.key_file import new_key
-from kvferry.inference.v1 import inference_pb2 as pb
+from kvferry_client.errors import failure_of
 from support.waiting import until
 
 from .conftest import MODEL, SimCluster, running

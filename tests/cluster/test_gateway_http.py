@@ -12,9 +12,9 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
-from kvferry.client import AsyncClient
 from kvferry.engine.base import EngineOutput, EngineRequest
 from kvferry.membership.base import MemberKind
+from kvferry_client import AsyncClient
 from kvferry_sim import SimEngine
 from support.waiting import PATIENCE_S, until
 

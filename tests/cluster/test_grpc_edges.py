@@ -567,7 +567,7 @@ async def shake_no_hands(certificates: Certificates) -> None:
 
 
 async def test_no_handler_sees_a_call_that_crosses_a_draining_gateways_goaway(cluster: SimCluster) -> None:
-    """gRPC answers CANCELLED, or closes the connection first. kvferry.client has a case for each."""
+    """gRPC answers CANCELLED, or closes the connection first. kvferry_client has a case for each."""
     gateway = cluster.gateway
     assert gateway is not None
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.grpc.port)

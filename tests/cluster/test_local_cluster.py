@@ -22,10 +22,10 @@ import psutil
 import pytest
 import yaml
 
-from kvferry.client import Client
 from kvferry.gateway.identity.key_file import new_key
 from kvferry.util.addresses import free_port
 from kvferry.util.shared_memory import SHM_ROOT, SharedMemoryFile, held_by, recorded, write_record
+from kvferry_client import Client
 from kvferry_local.gateway_access import KEY_VARIABLE
 from support.local_machine import (
     Machine,

@@ -9,8 +9,8 @@ import grpc
 import httpx
 import pytest
 
-from kvferry.client import AsyncClient, CallFailed
 from kvferry.membership.base import MemberKind
+from kvferry_client import AsyncClient, CallFailed
 from kvferry_sim import Faults
 from support.beside import answered, beside
 from support.waiting import PATIENCE_S, until

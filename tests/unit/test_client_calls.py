@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.client import Client, Message, Tool
-from kvferry.client.calls import generate_request, tokenize_request
 from kvferry.inference.v1 import inference_pb2 as pb
+from kvferry_client import Client, Message, Tool
+from kvferry_client.calls import generate_request, tokenize_request
 
 HALF = "an emoji \ud83d cut in two"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.client import Client
-from kvferry.client.connection import Tls, metadata_of
+from kvferry_client import Client
+from kvferry_client.connection import Tls, metadata_of
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from kvferry.client.errors import CallFailed, Unavailable, failure_of
+from kvferry_client.errors import CallFailed, Unavailable, failure_of
 
 
 def test_a_call_that_the_other_end_cancelled_may_succeed_later() -> None:

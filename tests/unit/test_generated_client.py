@@ -14,12 +14,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvferry.client import AnswerStream, AsyncAnswerStream, AsyncClient, Client, NotFound, Unavailable
-from kvferry.client.calls import SERVICE
 from kvferry.inference.v1 import inference_pb2 as pb
+from kvferry_client import AnswerStream, AsyncAnswerStream, AsyncClient, Client, NotFound, Unavailable
+from kvferry_client.calls import SERVICE
 
 ROOT = Path(__file__).resolve().parents[2]
-CLIENT = Path("services/kvferry/client")
+CLIENT = Path("services/kvferry_client")
 
 
 @pytest.fixture

@@ -3,20 +3,8 @@
 Answers are the endpoint's own messages (proto/kvferry/inference/v1/inference.proto), errors are kinds of `CallFailed`.
 """
 
-from kvferry.client.asynchronous import AsyncAnswerStream, AsyncClient
-from kvferry.client.calls import MessageLike, SamplingOptions
-from kvferry.client.connection import Tls
-from kvferry.client.errors import (
-    CallFailed,
-    DeadlineExceeded,
-    InvalidArgument,
-    NotFound,
-    Overloaded,
-    PermissionDenied,
-    Unauthenticated,
-    Unavailable,
-)
-from kvferry.client.synchronous import AnswerStream, Client
+__version__ = "0.1.0"
+
 from kvferry.inference.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -33,6 +21,20 @@ from kvferry.inference.v1.inference_pb2 import (
     ToolCall,
     Usage,
 )
+from kvferry_client.asynchronous import AsyncAnswerStream, AsyncClient
+from kvferry_client.calls import MessageLike, SamplingOptions
+from kvferry_client.connection import Tls
+from kvferry_client.errors import (
+    CallFailed,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+from kvferry_client.synchronous import AnswerStream, Client
 
 __all__ = [
     "FINISH_REASON_LENGTH",

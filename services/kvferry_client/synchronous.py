@@ -8,7 +8,8 @@ from typing import Protocol, Self, Unpack
 
 import grpc
 
-from kvferry.client.calls import (
+from kvferry.inference.v1 import inference_pb2 as pb
+from kvferry_client.calls import (
     SERVICE,
     MessageLike,
     SamplingOptions,
@@ -16,9 +17,8 @@ from kvferry.client.calls import (
     only_model,
     tokenize_request,
 )
-from kvferry.client.connection import Tls, metadata_of, options_of, tls_of
-from kvferry.client.errors import failure_of
-from kvferry.inference.v1 import inference_pb2 as pb
+from kvferry_client.connection import Tls, metadata_of, options_of, tls_of
+from kvferry_client.errors import failure_of
 
 
 class _Call(Protocol):
