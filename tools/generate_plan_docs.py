@@ -38,8 +38,8 @@ The same rules are behind `kvferry plan` (it plans KV pages to 85 %) and `kvferr
 
 `kvferry_*` are in [metrics.md](metrics.md); `vllm:*` are vLLM's metrics, which workers export with the labels `worker`
 and `role` (`monitoring.members` of the chart). Sources are [published guides](plan-data.md#published-figures); where
-arithmetic or vLLM's sources say otherwise, the last column says it. kvferry serves KV pages of the model's own type
-alone, so FP8 pages, which guides advise, are no action here. To add workers: [scaling](scale-and-upgrade.md#scale).
+arithmetic or vLLM's sources say otherwise, the last column says it. FP8 pages, which guides advise, are no action here:
+measure first what they cost ([quality](../user/quality.md)). To add workers: [scaling](scale-and-upgrade.md#scale).
 
 """
 _ALERTS_HEAD = """\

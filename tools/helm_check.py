@@ -24,7 +24,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ import kubernetes_validate
 import yaml
 
 from kvferry import config as configuration
-from kvferry.arguments.vllm_arguments import RULES, Rule, may_be_of_one_role
+from kvferry.arguments.vllm_arguments import OF_ROLES, REFUSED
 from kvferry.config import ClusterConfig, RoleEngineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -315,8 +315,13 @@ def schema_text() -> str:
     schema = json.loads((CHART / "values.schema.json").read_text())
     schema["$defs"]["config"] = config_schema()
     schema["$defs"]["roleEngine"] = _with_names(_plain(RoleEngineConfig.model_json_schema(), {}))
-    schema["$defs"]["arguments"] = _arguments(lambda name: RULES[name] is not Rule.REFUSED)
-    schema["$defs"]["roleArguments"] = _arguments(may_be_of_one_role)
+    # kvferry checks the values, and vLLM knows further names.
+    schema["$defs"]["arguments"] = {"type": "object", "propertyNames": {"not": {"enum": sorted(REFUSED)}}}
+    schema["$defs"]["roleArguments"] = {
+        "type": "object",
+        "properties": {name: {} for name in OF_ROLES},
+        "additionalProperties": False,
+    }
     return json.dumps(schema, indent=2) + "\n"
 
 
@@ -338,15 +343,6 @@ def config_schema() -> Document:
     return named
 
 
-def _arguments(is_taken: Callable[[str], bool]) -> Document:
-    """Names of vLLM's arguments, whose values kvferry checks."""
-    return {
-        "type": "object",
-        "properties": {name: {} for name in RULES if is_taken(name)},
-        "additionalProperties": False,
-    }
-
-
 def _with_names(schema: Any) -> Any:
     """The schema with the names that each `args` in it takes."""
     if isinstance(schema, list):
@@ -355,7 +351,7 @@ def _with_names(schema: Any) -> Any:
         return schema
     named = {key: _with_names(each) for key, each in schema.items()}
     if isinstance(named.get("properties"), dict) and "args" in named["properties"]:
-        is_of_role = "max_num_seqs" in named["properties"] and "unproven" not in named["properties"]
+        is_of_role = "proof" not in named["properties"]
         named["properties"]["args"] = {"$ref": f"#/$defs/{'roleArguments' if is_of_role else 'arguments'}"}
     return named
 

@@ -49,7 +49,7 @@ def _engine(**values: Any) -> dict[str, str]:
 
 _EXACTNESS = _tests("tests/model/test_exactness.py")
 # vLLM's kernels whose results do not depend on what else is in a batch: bit for bit the same in half precision too.
-_BATCH_INVARIANT = {"unproven": ["VLLM_BATCH_INVARIANT"], "env": {"VLLM_BATCH_INVARIANT": "1"}}
+_BATCH_INVARIANT = {"env": {"VLLM_BATCH_INVARIANT": "1"}}
 
 
 PARTS: Sequence[Part] = (
@@ -67,7 +67,7 @@ PARTS: Sequence[Part] = (
         "tests",
         _tests("tests/model/test_exactness.py", "-k", "disaggregated or say_what"),
         240,
-        _engine(enforce_eager=True, unproven=["async_scheduling"], args={"async_scheduling": False}),
+        _engine(enforce_eager=True, args={"async_scheduling": False}),
     ),
     Part(
         "exact-bfloat16",

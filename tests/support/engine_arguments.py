@@ -1,4 +1,4 @@
-"""Accepted values of `engine.args`, for each free and equal argument."""
+"""Accepted values of `engine.args`, for each free argument and `seed`."""
 
 from __future__ import annotations
 

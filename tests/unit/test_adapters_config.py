@@ -115,7 +115,3 @@ def test_adapters_beside_drafts_are_untested() -> None:
     decode = {"engine": {"args": ngram}}
     with pytest.raises(ConfigError, match="beside speculative_config"):
         configuration.parse({"adapters": {"served": {"sql": {"path": "/a"}}}, "decode": decode})
-    # As vLLM also takes it, in parts, at the operator's own risk.
-    parts = {"unproven": ["spec_method", "spec_tokens"], "args": {"spec_method": "ngram", "spec_tokens": 2}}
-    with pytest.raises(ConfigError, match="beside speculative_config"):
-        configuration.parse({"adapters": {"served": {"sql": {"path": "/a"}}}, "engine": parts})

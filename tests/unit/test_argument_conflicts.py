@@ -27,22 +27,6 @@ def fault(engine: dict[str, Any], **sections: Any) -> str:
     ("engine", "sections", "said"),
     [
         (
-            {"tensor_parallel_size": 2, "args": DRAFTS},
-            {},
-            "engine.tensor_parallel_size: expected 1 beside a draft model (engine.args.speculative_config), which is "
-            "untested on several ranks of tensor parallelism, not 2",
-        ),
-        (
-            {"args": DRAFTS},
-            {"decode": {"engine": {"tensor_parallel_size": 4}}},
-            "decode.engine.tensor_parallel_size: expected 1 beside a draft model",
-        ),
-        (
-            {"args": DRAFTS},
-            {"pools": {"p": {"served_name": "q", "prefill": {"engine": {"tensor_parallel_size": 2}}}}},
-            "pools.p.prefill.engine.tensor_parallel_size: expected 1 beside a draft model",
-        ),
-        (
             {"max_num_batched_tokens": 512, "args": {"max_num_scheduled_tokens": 513}},
             {},
             "engine.args.max_num_scheduled_tokens: expected at most engine.max_num_batched_tokens (512), not 513",
@@ -80,8 +64,7 @@ def test_arguments_that_do_not_fit_the_engines_settings_are_refused(
     ("engine", "sections"),
     [
         ({"args": DRAFTS}, {}),
-        # At the operator's own risk.
-        ({"tensor_parallel_size": 2, "args": DRAFTS, "unproven": ["speculative_config"]}, {}),
+        ({"tensor_parallel_size": 2, "args": DRAFTS}, {}),
         ({"max_num_batched_tokens": 64, "max_num_seqs": 64, "args": {"max_num_scheduled_tokens": 64}}, {}),
         ({"tensor_parallel_size": 2, "args": {"numa_bind_nodes": [0, 1]}}, {}),
         ({"args": {"long_prefill_token_threshold": 4096}}, {"model": {"max_model_len": 4096}}),
@@ -95,8 +78,9 @@ def test_arguments_at_the_limits_of_the_settings_are_taken(engine: dict[str, Any
 
 def test_a_model_of_its_own_has_arguments_that_fit_its_settings() -> None:
     entry = {"name": "a", "model": {"path": "m"}, "engine": {"tensor_parallel_size": 2}}
-    assert fault({"args": DRAFTS}, models=[{**entry, "name": "b", "engine": {}}, entry]).startswith(
-        "models[1].engine.tensor_parallel_size: expected 1 beside a draft model (engine.args.speculative_config), "
+    other = {**entry, "name": "b", "engine": {"tensor_parallel_size": 1}}
+    assert fault({"args": {"numa_bind_nodes": [0]}}, models=[other, entry]).startswith(
+        "models[1]: engine.args.numa_bind_nodes: expected a node for each of 2 ranks"
     )
     few = {**entry, "engine": {"args": {"max_num_scheduled_tokens": 200}}}
     few["decode"] = {"engine": {"max_num_batched_tokens": 100}}
@@ -110,4 +94,5 @@ def test_a_model_of_its_own_has_arguments_that_fit_its_settings() -> None:
         "not 600"
     )
     # The default model's own fault first.
-    assert fault({"args": DRAFTS, "tensor_parallel_size": 2}, models=[entry]).startswith("engine.tensor_parallel_size:")
+    ranks = {"args": {"numa_bind_nodes": [0]}, "tensor_parallel_size": 2}
+    assert fault(ranks, models=[entry]).startswith("engine.args.numa_bind_nodes:")

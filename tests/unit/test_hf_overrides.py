@@ -46,7 +46,7 @@ def test_the_context_is_what_the_rotations_reach() -> None:
         ({"rope": {**ROPE, "original_max_position_embeddings": MAX_CONTEXT // 4 + 1}}, f"{MAX_CONTEXT} is the limit"),
         ({"model": {"max_model_len": 131073}}, "max_model_len (131073): expected at most 131072, the context of"),
         (
-            {"engine": {"unproven": ["hf_overrides"], "args": {"hf_overrides": {"a": 1}}}},
+            {"engine": {"args": {"hf_overrides": {"a": 1}}}},
             "vLLM takes one of the two",
         ),
         ({"engine": {"quality_report": "/r.json"}}, "engine.quality_report: with model.hf_overrides"),

@@ -1,14 +1,11 @@
-"""Expected values of the free and equal arguments of `engine.args`. With others vLLM hangs, dies or exhausts memory."""
+"""Values of `engine.args` that are refused when the configuration is read, because vLLM finds them late or never."""
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-from kvferry.arguments.vllm_arguments import LOADER_OPTIONS, SPECULATION, draft_model, why_no_loading
 
 _MAX_WHOLE = 2**63 - 1
 _MAX_DEPTH = 16  # of lists and mappings in each other
@@ -39,54 +36,6 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Fraction:
-    with_one: bool
-
-    def takes(self, value: object) -> bool:
-        try:
-            number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else -1.0
-        except (ValueError, OverflowError):
-            return False
-        return 0 < number <= 1 if self.with_one else 0 <= number < 1
-
-    def __str__(self) -> str:
-        return "a number above 0, at most 1" if self.with_one else "a number from 0, below 1"
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    def takes(self, value: object) -> bool:
-        return isinstance(value, bool)
-
-    def __str__(self) -> str:
-        return "true or false"
-
-
-@dataclass(frozen=True, slots=True)
-class OneOf:
-    choices: tuple[str, ...]
-
-    def takes(self, value: object) -> bool:
-        return value in self.choices
-
-    def __str__(self) -> str:
-        return "one of " + ", ".join(self.choices)
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    pattern: str
-    example: str
-
-    def takes(self, value: object) -> bool:
-        is_scalar = isinstance(value, str | int | float) and not isinstance(value, bool)
-        return is_scalar and bool(re.fullmatch(self.pattern, str(value), re.ASCII))
-
-    def __str__(self) -> str:
-        return f"a text as {self.example!r}"
-
-
-@dataclass(frozen=True, slots=True)
 class ListOf:
     each: Expected
     max_length: int
@@ -98,69 +47,27 @@ class ListOf:
         return f"a list of 1 to {self.max_length}, each {self.each}"
 
 
-@dataclass(frozen=True, slots=True)
-class Buckets:
-    max_families: int
-    max_bounds: int  # each is one more time series of each metric of the family
-
-    def takes(self, value: object) -> bool:
-        return (
-            isinstance(value, Mapping) and 1 <= len(value) <= self.max_families and all(map(self._fits, value.values()))
-        )
-
-    def _fits(self, bounds: object) -> bool:
-        if not isinstance(bounds, list) or not 1 <= len(bounds) <= self.max_bounds:
-            return False
-        if any(isinstance(each, bool) or not isinstance(each, int | float) or not 0 < each < 2**63 for each in bounds):
-            return False
-        return all(low < high for low, high in itertools.pairwise(bounds))
-
-    def __str__(self) -> str:
-        return (
-            f"a mapping of 1 to {self.max_families} families, each with 1 to {self.max_bounds} rising numbers above 0"
-        )
-
-
-_FLAG = Flag()
 _TIMEOUT = Whole(1, 31_536_000)  # seconds; torch turns them into milliseconds and adds them to the time
 _BYTES = Whole(1, 2**50, has_suffixes=True)
 _TOKENS = Whole(1, 2**31 - 1, has_suffixes=True)
-# What `numactl` takes; vLLM finds ranges that fall, and missing nodes are found at the start (`why_no_numa_node`).
-_CPU_LIST = Text(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?){0,255}", "0-3,8")
 
+# Of arguments of which vLLM takes any number: it then hangs, dies or exhausts memory.
 EXPECTED: Mapping[str, Expected] = {
     "kv_cache_memory_bytes": _BYTES,
     "num_gpu_blocks_override": Whole(2, 2**31 - 1),  # one holds nothing; ids of blocks are numbers of 32 bits
-    "watermark": Fraction(with_one=False),
     "max_num_scheduled_tokens": _TOKENS,
     "long_prefill_token_threshold": Whole(0, 2**31 - 1),
-    "safetensors_load_strategy": OneOf(("lazy", "eager", "prefetch", "torchao")),
     "safetensors_prefetch_num_threads": Whole(1, 256),
     "safetensors_prefetch_block_size": Whole(4096, 2**30, has_suffixes=True),  # each thread reads as many bytes at once
-    "use_tqdm_on_load": _FLAG,
-    "kv_cache_metrics": _FLAG,
-    "kv_cache_metrics_sample": Fraction(with_one=True),
-    "cudagraph_metrics": _FLAG,
-    "enable_mfu_metrics": _FLAG,
-    "custom_histogram_buckets": Buckets(16, 64),
-    "show_hidden_metrics_for_version": Text(r"\d{1,4}(\.\d{1,4}){1,2}", "0.31"),
-    "enable_logging_iteration_details": _FLAG,
-    "aggregate_engine_logging": _FLAG,
-    "enable_layerwise_nvtx_tracing": _FLAG,
-    "jit_monitor_mode": OneOf(("warn", "error")),
-    "jit_monitor_verbose": _FLAG,
     "distributed_timeout_seconds": _TIMEOUT,
     "cpu_distributed_timeout_seconds": _TIMEOUT,
-    "numa_bind": _FLAG,
-    "numa_bind_nodes": ListOf(Whole(0, 1023), 64),
-    "numa_bind_cpus": ListOf(_CPU_LIST, 64),
-    "fail_on_environ_validation": _FLAG,
+    "numa_bind_nodes": ListOf(Whole(0, 1023), 64),  # missing ones are found at the start (`why_not_startable`)
     "seed": Whole(0, 2**32 - 1),  # NumPy takes no other
 }
 
 
 def why_not_expected(name: str, value: object) -> str:
-    """Return what is expected of a value, or an empty string for a good one. `name` may be an unproven argument."""
+    """Return what is expected of a value, or an empty string for a good one."""
     if value in ("", []):
         return "it is empty; leave it out to have vLLM's default"  # vLLM would turn a flag on
     if (reason := _why_no_argument(value, _MAX_DEPTH)) or (expected := EXPECTED.get(name)) is None:
@@ -199,16 +106,9 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-def why_in_conflict(
-    args: Mapping[str, Any], settings: Mapping[str, Any], keys: Mapping[str, str], *, unproven: Collection[str]
-) -> str:
+def why_in_conflict(args: Mapping[str, Any], settings: Mapping[str, Any], keys: Mapping[str, str]) -> str:
     """Return the reason with its keys, or an empty string. `keys` has those of arguments and settings, by name."""
     ranks, most = settings["tensor_parallel_size"], settings["max_num_batched_tokens"]
-    if ranks > 1 and draft_model(args) and SPECULATION not in unproven:
-        return (
-            f"{keys['tensor_parallel_size']}: expected 1 beside a draft model ({keys[SPECULATION]}), which is "
-            f"untested on several ranks of tensor parallelism, not {ranks}"
-        )
     if most is not None:
         key = f"{keys['max_num_batched_tokens']} ({most})"
         scheduled = whole(args.get("max_num_scheduled_tokens"))
@@ -223,5 +123,4 @@ def why_in_conflict(
     if context is not None and threshold is not None and threshold > context:
         key, most_key = keys["long_prefill_token_threshold"], keys["max_model_len"]
         return f"{key}: expected at most {most_key} ({context}), not {threshold}"
-    reason = why_no_loading(args)
-    return f"{keys[LOADER_OPTIONS]}.{reason}" if reason else ""
+    return ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -11,9 +12,7 @@ from kvferry.arguments import vllm_arguments
 from kvferry.arguments.argument_values import why_not_expected
 from kvferry.config.section import AbsolutePath, Section
 
-# Types that the CPU attention backend and NIXL handle rightly in our tests. vLLM accepts others in silence and returns
-# garbage (int8_per_token_head) or drift (fp8 without scales is right by design, but never exact).
-_TESTED_KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+_KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 _4_BIT_FLOATS = (
     "4-bit floats are computed by NVIDIA's Blackwell GPUs, not by CPUs, and on earlier GPUs in software at most; pages "
     "with scales of their own are untested between engines, tiers and volumes"
@@ -25,13 +24,12 @@ _SCALED_INTEGERS = (
 # Beginnings of names of vLLM's, and why pages of that kind are refused.
 _REFUSED_KV_CACHE_DTYPES = {"nvfp4": _4_BIT_FLOATS, "int8": _SCALED_INTEGERS, "int4": _SCALED_INTEGERS}
 _ALLOWED_KV_CACHE_DTYPES = (
-    "allowed are auto; float16 or bfloat16, where the model is computed in it; fp8, fp8_e4m3 or fp8_e5m2 by simulated "
-    "engines alone, as vLLM's answers with them are untested"
+    "allowed are auto; float16 or bfloat16, where the model is computed in it; fp8, fp8_e4m3 or fp8_e5m2"
 )
 
 
 def _why_no_kv_cache_dtype(value: Any) -> Any:
-    if value is None or value in _TESTED_KV_CACHE_DTYPES:
+    if value is None or value in _KV_CACHE_DTYPES:
         return value
     for beginning, why in _REFUSED_KV_CACHE_DTYPES.items():
         if str(value).startswith(beginning):
@@ -50,8 +48,8 @@ class EngineConfig(Section):
     kind: Literal["vllm", "sim"] = "vllm"
     device: Literal["cpu", "gpu"] = "cpu"  # that engines compute on
     block_size: int = Field(32, ge=1, le=1024)  # tokens per KV page
-    # Type of KV pages. auto: what the checkpoint declares, or the type that the model is computed in. Engines start
-    # with pages of the model's own type alone (docs/user/models.md); `kvferry quality` measures what another one costs.
+    # Type of KV pages. auto: what the checkpoint declares, or the type that the model is computed in. Answers of fp8
+    # pages are never exactly those of others; `kvferry quality` measures what they cost.
     kv_cache_dtype: KvCacheDtype = "auto"
     # Result file of `kvferry quality`. An engine starts only if it passes up to the engine's longest context, against
     # pages that are not quantized, and is of the engine's model, revision, types, device and vLLM.
@@ -67,10 +65,11 @@ class EngineConfig(Section):
     threads: int | None = Field(None, ge=1)  # CPU device: compute threads per engine; empty: the machine's share
     side_channel_host: str = "127.0.0.1"  # where an engine answers NIXL handshakes; auto: this node's address
     start_timeout_s: float = Field(900, gt=0)
+    # Whether prompts are computed by prefill workers before it is proven that pages of these very engines survive the
+    # transfer. required: until then, decode workers compute them; report: they are transferred, and the proof is told;
+    # off: nothing is proven.
     proof: Literal["required", "report", "off"] = "required"
-    # Untested arguments and variables of vLLM to accept at your own risk: answers may be wrong.
-    unproven: tuple[str, ...] = ()
-    # Further arguments of vLLM's engine, by vLLM's names: docs/operator/engine-arguments.md lists the accepted ones.
+    # Further arguments of vLLM's engine, by vLLM's names: docs/operator/engine-arguments.md has those that are refused.
     args: dict[str, Any] = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)  # variables of vLLM, as VLLM_LOGGING_LEVEL
 
@@ -80,27 +79,19 @@ class EngineConfig(Section):
             raise ValueError(f"block_size {self.block_size} must be a multiple of 32 on the CPU device")
         return self
 
-    @field_validator("unproven")
-    @classmethod
-    def _unproven_names_are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            if reason := vllm_arguments.why_not_unproven(name):
-                raise ValueError(f"{name[:80]!r}: {reason}")
-        return names
-
     @field_validator("args")
     @classmethod
     def _arguments_are_taken(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        check_arguments(args, role="", unproven=info.data.get("unproven", ()), device=info.data.get("device", "cpu"))
+        check_arguments(args, role="", device=info.data.get("device", "cpu"))
         return args
 
     @field_validator("env")
     @classmethod
-    def _variables_are_taken(cls, env: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+    def _variables_are_taken(cls, env: dict[str, str]) -> dict[str, str]:
         if len(env) > vllm_arguments.MAX_ARGUMENTS:
             raise ValueError(f"{len(env)} variables; {vllm_arguments.MAX_ARGUMENTS} is the limit")
         for name, value in env.items():
-            if reason := vllm_arguments.why_no_variable(name, value, unproven=info.data.get("unproven", ())):
+            if reason := vllm_arguments.why_no_variable(name, value):
                 raise ValueError(f"{name[:80]}: {reason}")
         return env
 
@@ -117,23 +108,24 @@ class RoleEngineConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
 
 
-def check_arguments(args: Mapping[str, Any], *, role: str, unproven: Collection[str], device: str) -> None:
-    """Raises ValueError for the first argument of vLLM that is not accepted. `role` as for `why_refused`."""
+def check_arguments(
+    args: Mapping[str, Any], *, role: str, device: str, of_both: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Raises ValueError for the first argument of vLLM that is not accepted. `role`, `of_both`: see `why_refused`."""
     if len(args) > vllm_arguments.MAX_ARGUMENTS:
         raise ValueError(f"{len(args)} arguments; {vllm_arguments.MAX_ARGUMENTS} is the limit")
     for name, value in args.items():
-        reason = vllm_arguments.why_not_removed(name)
-        if value is not None:
-            reason = vllm_arguments.why_refused(name, value, role=role, unproven=unproven)
+        reason = vllm_arguments.why_no_name(name, role=role) or vllm_arguments.why_no_value(value)
         if device == "cpu" and name == "kv_cache_memory_bytes":
             reason = "without effect on the CPU device: use engine.kv_cache_gib"
-        if reason := reason or vllm_arguments.why_no_value(value) or why_not_expected(name, value):
+        reason = reason or vllm_arguments.why_refused(name, args, role=role, of_both=of_both)
+        if reason := reason or why_not_expected(name, value):
             raise ValueError(f"{name[:80]}: {reason}")
 
 
-def check_removed(args: Mapping[str, Any], of_both: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those that are not None. Raises ValueError for one of `of_both` that a role cannot remove."""
+def check_removed(args: Mapping[str, Any], of_both: Mapping[str, Any], *, role: str = "") -> dict[str, Any]:
+    """Return those that are not None. Raises ValueError for one that cannot be removed; see `why_not_removed`."""
     for name, value in args.items():
-        if value is None and (reason := vllm_arguments.why_not_removed(name, of_both.get(name))):
+        if value is None and (reason := vllm_arguments.why_not_removed(name, of_both, role=role)):
             raise ValueError(f"{name[:80]}: {reason}")
     return vllm_arguments.replaced({}, args)

@@ -142,17 +142,16 @@ def arguments_of_roles_are_taken(config: ClusterConfig, keys: Keys) -> Iterator[
     for pool, role in itertools.product(("", *config.pools), ROLES):
         own = config.role_of(role, pool).engine
         try:
-            args = check_removed(own.args, config.engine.args)
-            if vllm_arguments.SPECULATION in args and vllm_arguments.draft_model(config.engine.args):
-                raise ValueError(f"{vllm_arguments.SPECULATION}: engine.args has a draft model, for both roles")
-            check_arguments(args, role=role, unproven=config.engine.unproven, device=config.engine.device)
+            of_both = config.engine.args
+            args = check_removed(own.args, of_both, role=role)
+            check_arguments(args, role=role, device=config.engine.device, of_both=of_both)
         except ValueError as error:
             yield f"{keys.of_role(role, pool)}.engine.args: {error}"
         engine = config.engine_of(role, pool)
         settings = {**dict(engine), "max_model_len": config.model.max_model_len}
         names = keys.of_engine(own, role, pool) | keys.of_arguments(engine.args, own, role, pool)
         names["max_model_len"] = keys.of("model.max_model_len")
-        if reason := why_in_conflict(engine.args, settings, names, unproven=engine.unproven):
+        if reason := why_in_conflict(engine.args, settings, names):
             yield reason
 
 
@@ -206,6 +205,12 @@ def overrides_stand_once(config: ClusterConfig, keys: Keys) -> Iterator[str]:
             yield f"{keys.of('engine.quality_report')}: with {overrides} nothing was measured"
 
 
+def pages_of_tiers_are_plain(config: ClusterConfig, keys: Keys) -> Iterator[str]:
+    for name in config.engine.args if config.tier.enabled else ():
+        if reason := vllm_arguments.REFUSED_WITH_TIERS.get(name):
+            yield f"{keys.of(f'engine.args.{name}')}: refused with tier.enabled: {reason}"
+
+
 # They get `of_model`, the configuration of the workers.
 RULES_OF_A_MODEL: tuple[ModelRule, ...] = (
     arguments_of_roles_are_taken,
@@ -213,6 +218,7 @@ RULES_OF_A_MODEL: tuple[ModelRule, ...] = (
     ranks_of_roles_fit,
     pages_have_the_models_dtype,
     overrides_stand_once,
+    pages_of_tiers_are_plain,
 )
 
 
@@ -224,6 +230,12 @@ def default_model_fits(config: ClusterConfig) -> Iterator[str]:
 def models_of_their_own_fit(config: ClusterConfig) -> Iterator[str]:
     for place, entry in enumerate(config.models):
         keys = Keys(entry, f"models[{place}]")
+        args = entry.engine.get("args")
+        try:
+            check_removed(args if isinstance(args, dict) else {}, config.engine.args)
+        except ValueError as error:
+            yield f"{keys.of('engine.args')}: {error}"
+            return
         try:
             own = config.of_model(entry.name)
         except ValidationError as error:

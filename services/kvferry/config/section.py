@@ -97,6 +97,7 @@ _OF_BOTH_ROLES = "engines of both roles have that of the section `engine`"
 
 # Settings of earlier states: patterns of their keys, and what holds in their places.
 PATTERN_TO_RULE = {
+    "*engine.unproven": "arguments need no permission, and engine.proof decides which pages are transferred",
     "*engine.transfer_lease_s": "the limit is kvferry.engine.vllm.start.arguments.TRANSFER_LEASE_S",
     "*gateway.max_connections": "the limit is kvferry.gateway.http.connection_limits.MAX_CONNECTIONS",
     "*gateway.images.cache_mib": "the limit is kvferry.gateway.lifecycle.IMAGE_CACHE_BYTES",

@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from kvferry.arguments import vllm_arguments
 from kvferry.config.engine import RoleEngineConfig
 from kvferry.config.model import ModelConfig
 from kvferry.config.section import Section, TlsConfig
@@ -91,10 +90,6 @@ class ModelEntryConfig(Section):
         for key in ENGINE_OF_THE_CLUSTER:
             if key in engine:
                 raise ValueError(f"{key}: all models of a cluster have that of the section `engine`")
-        args = engine.get("args")
-        for name, value in args.items() if isinstance(args, dict) else ():
-            if value is None and (reason := vllm_arguments.why_not_removed(name)):
-                raise ValueError(f"args: {name[:80]}: {reason}")
         return engine
 
     @property

@@ -18,6 +18,7 @@ _MEMORY_GIB_PER_GPU: Final = 64  # of a pod, without its CPU tier: engines' host
 _CPU_NODE: Final = (32, 128)  # CPUs and GiB of a worker on a CPU node
 _GIB: Final = 1 << 30
 _SERVED_METHOD: Final = "compressed-tensors"
+_FP8_PAGES: Final = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _HUB_REVISION: Final = "COMMIT"  # placeholder
 _CLAIM_SHARE: Final = 1.05  # of the weights: tokenizer, configuration and the file system's own
 # As the chart mounts them, and as deploy/ray/README.md asks for them.
@@ -31,10 +32,11 @@ def obstacles(candidate: Candidate, question: Question) -> list[str]:
         found.append("kvferry's engines have one pipeline stage")
     if candidate.layout.expert_parallel:
         found.append("kvferry has no expert parallelism")
-    if question.kv_dtype != question.model.geometry.dtype:
+    own_type = question.model.geometry.dtype
+    if question.kv_dtype not in (own_type, *_FP8_PAGES):
         found.append(
-            f"kvferry serves KV pages of the model's own type alone, {question.model.geometry.dtype}: those in "
-            f"{question.kv_dtype} are untested"
+            f"kvferry serves KV pages of the model's own type, {own_type}, and of 8-bit floats without scales of their "
+            f"own, not in {question.kv_dtype}"
         )
     found += _weights_obstacles(question)
     architecture = question.model.geometry.architecture
@@ -61,7 +63,7 @@ def configuration_of(candidate: Candidate, question: Question, *, model_path: st
     engine: dict[str, Any] = {"device": "cpu" if candidate.gpu.is_cpu else "gpu"}
     if candidate.layout.tensor_parallel_size > 1:
         engine["tensor_parallel_size"] = candidate.layout.tensor_parallel_size
-    if question.model.geometry.checkpoint_kv_dtype:
+    if question.model.geometry.checkpoint_kv_dtype or question.kv_dtype != question.model.geometry.dtype:
         engine["kv_cache_dtype"] = question.kv_dtype
     engine["block_size"] = question.block_size
     engine["max_num_seqs"] = max_num_seqs(candidate, question)

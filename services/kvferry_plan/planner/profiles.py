@@ -48,7 +48,7 @@ class Profile:
     reasons: tuple[Reason, ...] = ()
 
     def kv_cache_dtype(self, context_tokens: int) -> str:
-        """Return the KV dtype that the profile wants for a context. kvferry serves the model's own type alone."""
+        """Return the KV dtype that the profile wants for a context."""
         for limit, dtype in self.kv_cache_dtypes:
             if context_tokens <= limit:
                 return dtype

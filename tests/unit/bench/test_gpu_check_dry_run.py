@@ -20,8 +20,15 @@ def test_a_part_could_run(part: Part, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
-        ({"environ": {"KVFERRY_TEST_ENGINE": '{"args": {"async_scheduling": false}}'}}, "add 'async_scheduling' to"),
-        ({"environ": {"KVFERRY_TEST_ENGINE": '{"unproven": ["VLLM_NO_SUCH"], "env": {"VLLM_NO_SUCH": "1"}}'}}, ""),
+        (
+            {"environ": {"KVFERRY_TEST_ENGINE": '{"args": {"trust_remote_code": true}}'}},
+            "not accepted here",
+        ),
+        (
+            {"environ": {"KVFERRY_TEST_ENGINE": '{"args": {"async_schedling": false}}'}},
+            "mean async_scheduling",
+        ),
+        ({"environ": {"KVFERRY_TEST_ENGINE": '{"env": {"VLLM_NO_SUCH": "1"}}'}}, ""),
         ({"environ": {"KVFERRY_TEST_ENGINE": "{"}}, "KVFERRY_TEST_ENGINE: no JSON"),
         ({"environ": {"KVFERRY_TEST_MODEL": '{"dtype": "float7"}'}}, "dtype"),
         ({"environ": {"KVFERRY_TEST_DEVICE": "cpu"}}, "registers memory of 'cpu'"),

@@ -69,8 +69,8 @@ def test_a_config_without_heads_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_kvferry_does_not_serve_is_not_emitted() -> None:
-    said = refused("llama-3.1-8b", "--gpu", "h100", "--kv-cache-dtype", "fp8", "--emit", "values.yaml")
-    assert "are untested" in said
+    said = refused("llama-3.1-8b", "--gpu", "b200", "--kv-cache-dtype", "nvfp4", "--emit", "values.yaml")
+    assert "not in nvfp4" in said
     assert "--emit vllm" in said
 
 
@@ -460,8 +460,11 @@ def test_a_miss_by_little_has_as_many_digits_as_show_it() -> None:
 
 def test_changes_to_what_kvferry_does_not_serve_say_so() -> None:
     shown = run("llama-3.1-8b", "--users", "64", "--gpu", "h100").stdout
-    (line,) = (line for line in shown.splitlines() if "KV pages in fp8 instead" in line)
-    assert line.endswith("by vLLM alone")
+    of_fp8, of_nvfp4 = (line for line in shown.splitlines() if "KV pages in" in line)
+    assert "KV pages in fp8 instead" in of_fp8
+    assert not of_fp8.endswith("by vLLM alone")
+    assert "KV pages in nvfp4 instead" in of_nvfp4
+    assert of_nvfp4.endswith("by vLLM alone")
     assert "users who ask again at once would send" in shown
     assert " of 45 " in shown  # capacity beside what is expected
     assert "no --ttft" in shown

@@ -31,11 +31,9 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- $role := $group.role -}}
 {{- $ofModel := $tp -}}
 {{- $ofModelKey := "config.engine" -}}
-{{- $unproven := dig "engine" "unproven" list $v.config -}}
 {{- range $index, $entry := $v.config.models -}}
 {{- if eq $entry.name $group.entry -}}
 {{- $ofModel = int (dig "engine" "tensor_parallel_size" $tp $entry) -}}
-{{- $unproven = dig "engine" "unproven" $unproven $entry -}}
 {{- if dig "engine" "tensor_parallel_size" 0 $entry -}}{{- $ofModelKey = printf "config.models[%d].engine" $index -}}{{- end -}}
 {{- end -}}
 {{- end -}}
@@ -55,10 +53,6 @@ What a schema cannot say, or not in words that help. Included by every rendering
 {{- end -}}
 {{- end -}}
 {{- $draft := include "kvferry.draft" (dict "root" $ "entry" $group.entry) -}}
-{{- if and $draft (gt $ranks 1) (not (has "speculative_config" $unproven)) -}}
-{{- $key := ternary $ofModelKey (printf "%s.engine" $path) (eq $ranks $ofModel) -}}
-{{- fail (printf "%s.tensor_parallel_size is %d and %s has a draft model, which is untested on several ranks of tensor parallelism: use 1, or remove the draft model (in an entry: engine: {args: {speculative_config: null}})" $key $ranks (fromJson $draft).key) -}}
-{{- end -}}
 {{- $speculation := (dig "engine" "args" dict $role | default dict).speculative_config -}}
 {{- if $speculation -}}
 {{- $isNgram := and (kindIs "map" $speculation) (eq (toString $speculation.method) "ngram") -}}

@@ -65,7 +65,9 @@
 {{- end -}}
 {{- end -}}
 {{- if kindIs "map" $speculation -}}
-{{- if has (toString $speculation.method) (list "draft_model" "eagle" "eagle3") -}}
+{{- $method := toString $speculation.method -}}
+{{- $hasModel := or $speculation.model (has $method (list "draft_model" "eagle" "eagle3")) -}}
+{{- if and $hasModel (not (has $method (list "ngram" "ngram_gpu" "suffix" "custom_class" "extract_hidden_states"))) -}}
 {{- dict "key" $key "folder" ($speculation.model | default "" | toString) | toJson -}}
 {{- end -}}
 {{- end -}}

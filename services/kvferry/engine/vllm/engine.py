@@ -156,8 +156,6 @@ class VllmEngine:
             folder = Path(self._model_folder)
             staged = await asyncio.to_thread(stage, adapters, folder, self._folder.path / "adapters")
             self._adapters = Adapters(staged, adapters.num_loaded)
-        if self._config.unproven:
-            log.warning("taken at the operator's risk (engine.unproven): %s", ", ".join(self._config.unproven))
         prepare_environment(self._config, side_channel_port=free_port(self._config.side_channel_host))
         keep_none_in_copies()
         self._quality = None if self._config.quality_report is None else read_report(self._config.quality_report)
@@ -210,7 +208,7 @@ class VllmEngine:
                 **self._arguments(engine_id), structured_outputs_config=structured_outputs_config()
             )
             vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-            if reason := why_refused(vllm_config, has_tiers=self._tier.enabled, unproven=self._config.unproven):
+            if reason := why_refused(vllm_config, has_tiers=self._tier.enabled):
                 raise UnsupportedEngine(reason)
             if reason := why_not_startable(vllm_config, self._config, self._argument_keys):
                 raise UnsupportedEngine(reason)

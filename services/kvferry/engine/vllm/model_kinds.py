@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from kvferry.arguments.vllm_arguments import DRAFT_METHODS, DRAFT_MODEL, SPECULATION
+from kvferry.arguments.vllm_arguments import DRAFT_METHODS, DRAFT_MODEL
 
 # Heads that were tried: tests/model/test_draft_model.py.
 EAGLE_ARCHITECTURES = frozenset({"EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"})
@@ -56,11 +56,8 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 TABLE = "docs/user/models.md has the models that are served"
 
 
-def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] = ()) -> str:
-    """Return the reason; empty for a model that is served. `vllm_config` is vLLM's, resolved.
-
-    `unproven` names arguments that the operator takes at his own risk.
-    """
+def why_refused(vllm_config: Any, *, has_tiers: bool) -> str:
+    """Return the reason; empty for a model that is served. `vllm_config` is vLLM's, resolved."""
     model, speculation = vllm_config.model_config, vllm_config.speculative_config
     cache_dtype = vllm_config.cache_config.cache_dtype
     reasons = {
@@ -68,9 +65,9 @@ def why_refused(vllm_config: Any, *, has_tiers: bool, unproven: Collection[str] 
         f"KV pages of type {cache_dtype}": _is_quantized(cache_dtype) or _is_of_another_type(cache_dtype, model),
         "a sliding window, with tier.enabled": has_tiers and has_sliding_window(model),
     }
-    if speculation is not None and SPECULATION not in unproven:
+    if speculation is not None:
         reasons |= _of_speculation(vllm_config)
-    if "rope_parameters" in (model.hf_overrides or {}) and "hf_overrides" not in unproven:
+    if "rope_parameters" in (model.hf_overrides or {}):
         reasons[f"model.hf_overrides, of {model.architecture},"] = model.architecture not in ROPE_ARCHITECTURES
     if model.architecture in IMAGE_ARCHITECTURES:
         reasons |= _of_image_models(vllm_config, has_tiers=has_tiers)

@@ -42,12 +42,10 @@ def test_what_was_tried_is_served(architecture: str, has_tiers: bool) -> None:
     assert why_refused(config(architecture=architecture, layer_types=["full_attention"]), has_tiers=has_tiers) == ""
 
 
-def test_ngrams_are_served_and_drafts_of_models_at_the_operators_risk() -> None:
+def test_ngrams_are_served() -> None:
     whole = config()
     whole.speculative_config = SimpleNamespace(method="ngram")
     assert why_refused(whole, has_tiers=True) == ""
-    whole.speculative_config = SimpleNamespace(method="mtp")
-    assert why_refused(whole, has_tiers=True, unproven=("speculative_config",)) == ""
 
 
 def drafted(**changes: Any) -> SimpleNamespace:
@@ -80,7 +78,6 @@ def test_draft_models_are_served_as_they_were_tried(changes: dict[str, Any], rea
     found = why_refused(drafted(**changes), has_tiers=True)
     assert (found == "") is (reason == "")
     assert reason in found
-    assert why_refused(drafted(**changes), has_tiers=True, unproven=("speculative_config",)) == ""
 
 
 def test_a_draft_model_on_several_ranks_is_refused() -> None:
@@ -113,7 +110,6 @@ def test_rotations_in_the_place_of_their_own_are_served_where_they_were_compared
     whole.model_config.hf_overrides = {"rope_parameters": {}}
     reason = why_refused(whole, has_tiers=False)
     assert (f"model.hf_overrides, of {architecture}," in reason) == (architecture not in ROPE_ARCHITECTURES)
-    assert not why_refused(whole, has_tiers=False, unproven=("hf_overrides",))
 
 
 def test_rotations_were_compared_for_each_architecture_that_has_them() -> None:

@@ -7,9 +7,10 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
+from kvferry.arguments.vllm_arguments import LOAD_FORMAT, LOADER_OPTIONS
 from kvferry.errors import ConfigError, printable
 
 _MAX_REASON = 500  # characters
@@ -36,7 +37,7 @@ def parsed(args: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
     for name, value in args.items():
         key = key_of(name, keys)
         if name not in known:
-            raise ConfigError(f"{key}: vLLM takes no such argument on its command line")
+            raise ConfigError(f"{key}: vLLM's engine has no such argument{_nearest(name, known)}")
         try:
             values[name] = getattr(parser.parse_args(words(name, value)), name)
             reason = _why_no_field(name, values[name])
@@ -45,6 +46,9 @@ def parsed(args: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
             reason = vllm_reason(error)
         if reason:
             raise ConfigError(f"{key}: vLLM refuses it: {reason}")
+    if reason := _why_no_loader({name: values[name] for name in (LOAD_FORMAT, LOADER_OPTIONS) if name in values}):
+        key = key_of(LOADER_OPTIONS if LOADER_OPTIONS in values else LOAD_FORMAT, keys)
+        raise ConfigError(f"{key}: vLLM refuses it: {reason}")
     return values
 
 
@@ -67,6 +71,19 @@ def _why_no_field(name: str, value: Any) -> str:
         # Checks of several fields find the others missing.
         except Exception:
             continue
+    return ""
+
+
+def _why_no_loader(values: Mapping[str, Any]) -> str:
+    """Return why vLLM reads no weights so: it would say it in the engine's own process, which then ends."""
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    try:
+        if values:
+            get_model_loader(LoadConfig(**values))
+    except Exception as error:
+        return vllm_reason(error)
     return ""
 
 
@@ -164,6 +181,9 @@ def check_variables(env: Mapping[str, str]) -> None:
 
     for name in env:
         if name not in environment_variables:
-            near = difflib.get_close_matches(name, environment_variables, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"engine.env.{name}: vLLM has no such variable{hint}")
+            raise ConfigError(f"engine.env.{name}: vLLM has no such variable{_nearest(name, environment_variables)}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

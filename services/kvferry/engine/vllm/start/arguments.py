@@ -114,7 +114,7 @@ def _arguments_of_operator(
     values, compared = parsed(engine.args, keys), engine.args
     if draft is not None:
         values[SPECULATION] = draft.for_engine(values[SPECULATION], producer=producer)
-        compared = {**compared, SPECULATION: draft.for_digest()}
+        compared = {**compared, SPECULATION: draft.for_digest(engine.args[SPECULATION])}
     if equal := equal_values(compared, engine.env):
         # Each of vLLM's processes reads it there for the exchange digest; vLLM itself has no use for it here.
         values["additional_config"] = {ARGUMENTS: equal}
