@@ -11,7 +11,7 @@ import ast
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -24,7 +24,6 @@ from pydantic_core import PydanticUndefined
 
 from kvferry import config as configuration
 from kvferry.arguments import argument_values, vllm_arguments
-from kvferry.arguments.vllm_arguments import Rule
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "operator"
 
@@ -128,32 +127,32 @@ decode:
 
 Names are those of vLLM 0.32's command line, with underscores; arguments of its server, such as `--port` and
 `--tool-call-parser`, are not of the engine, and have keys of kvferry's own ([configuration](configuration.md)).
-A value [out of range](#expected-values) is refused when the configuration is read. Values are given to vLLM's own
-parser and configuration classes when an engine starts, and a value that these refuse ends the start with the argument's
+Each argument of the engine is accepted, but for those that are [refused](#refused), some of them
+[with tiers](#refused-with-tiers) alone. Both roles have the same, in
+`engine.args`, unless an argument is [free](#free): `prefill.engine.args` and `decode.engine.args` take these,
+[n-grams](#speculative-decoding) in `decode` alone, and some [load formats](#how-weights-are-read). What an argument
+does to pages that engines exchange is not looked up in a list: `engine.proof` decides what is transferred.
+
+A value [out of range](#expected-values) is refused when the configuration is read. Names and values are given to vLLM's
+own parser and configuration classes when an engine starts, and one that these refuse ends the start with the argument's
 key and vLLM's reason; so does what the machine lacks (NUMA nodes, or memory for `num_gpu_blocks_override` on the CPU).
 Where vLLM's own processes die, the error has the keys of all arguments that were given, and the log above it the cause.
 
-`kvferry config --vllm prefill` prints the command line that results, `decode` that of decode engines; it runs the
+`kvferry config --vllm prefill` prints the command line that results, `decode` that of decode engines; it runs names and
 values through the same parser and classes. It needs no cluster, no GPU and no model, and prints the line of a real
 engine also where `engine.kind` is `sim`; simulated engines check only ranges, and ignore the values. Arguments that do
 not fit each other or settings of `engine` are refused when the configuration is read. What needs the model or the
 machine is checked when an engine starts: a draft model, its folder too, the files that `load_format` reads, and
-`max_num_scheduled_tokens` where `engine.max_num_batched_tokens` is empty. Every argument of vLLM's engine is in one of
-these tables. With the chart, arguments of one role are `roles.decode.engine.args` and
-`roles.prefill.engine.args`.
+`max_num_scheduled_tokens` where `engine.max_num_batched_tokens` is empty. With the chart, arguments of one role are
+`roles.decode.engine.args` and `roles.prefill.engine.args`.
 
 Values of `engine.env` are texts: `{VLLM_LOG_STATS_INTERVAL: "5"}`, on a command line
-`--set 'engine.env.VLLM_LOG_STATS_INTERVAL="5"'`.
+`--set 'engine.env.VLLM_LOG_STATS_INTERVAL="5"'`. All variables of vLLM are accepted (`VLLM_*`), except those that
+kvferry sets and secrets. Others are set for the processes themselves.
 
-**At your own risk**: an argument of the last table is accepted if `engine.unproven` names it, as in `unproven:
-[attention_backend]`. So is a variable of `engine.env` beside the free ones ({variables}).
-kvferry has not tested that answers stay right with it, or that it works at all; each start of an engine logs it. With
-`speculative_config` it lifts every check of drafts (method, architecture, vocabulary, context, sliding windows,
-quantized weights, tensor parallelism), with `hf_overrides` that of the architectures with YaRN. No other refusal of
-[models](../user/models.md) is lifted. Mistakes, such as a method or key that vLLM does not have, are refused as before.
-
-**Exchange digest**: engines exchange pages, directly and over volumes, only with equal values of all that is *equal*
-or unproven, variables too. After a change of one, engines do not read earlier pages on volumes.
+**Exchange digest**: engines exchange pages, directly and over volumes, only with equal values of all arguments that are
+not free, and of all variables but {variables}.
+After a change of one, engines do not read earlier pages on volumes.
 
 ## Speculative decoding
 
@@ -194,8 +193,12 @@ An EAGLE head drafts from what the model itself has computed, and has one layer 
 `LlamaForCausalLMEagle3`) of `LlamaForCausalLM`, also with a vocabulary of the head's own and a shorter
 context: where a request of a step is longer than that (`max_position_embeddings` of its config.json), vLLM drafts
 nothing in it. Of a cached prefix vLLM
-recomputes the last page, because the head's KV there depends on the next token. Heads of other models need
-`engine.unproven: [speculative_config]`. MTP is not served: the models that have it are not.
+recomputes the last page, because the head's KV there depends on the next token. Heads of other models are
+refused when an engine starts.
+
+Other methods of vLLM (`mtp`, `medusa`, `suffix` and more) stand in `engine.args` too. `model` is a folder or hub id in
+them as above, if there is one. Which of them start with which model is vLLM's and the [models'](../user/models.md)
+matter.
 
 The acceptance rate is a quotient of two counters that vLLM exports, on the [listeners](metrics.md) of decode workers
 (not on the gateway's; `/kvferry/v1/targets` has their addresses). Simulated engines have neither. The lines below are
@@ -243,52 +246,48 @@ without `*.safetensors`, with `consolidated*.safetensors`, or, for `runai_stream
 `model.safetensors.index.json` leaves out. `model.path` is a folder for every format, and no URL of an object store: the
 digest of the weights is computed from its files.
 
-Other formats are at your own risk (`unproven: [load_format]`), and engines with them exchange pages only with those
-that have the same value: `dummy` has random weights, `fastsafetensors` and `instanttensor` read into a GPU's memory
-alone and were not tried, `pt`, `npcache`, `mistral`, `sharded_state` and `tensorizer` read other files.
+Other formats and their options stand in `engine.args` alone, and engines with them exchange pages only with those that
+have the same values: `dummy` has random weights, `pt`, `npcache`, `mistral`, `sharded_state` and `tensorizer` read
+other files, whose content no digest has.
 """
 
 _TABLE = ("| key | type | default | meaning |", "|---|---|---|---|")
 _EXPECTED_HEAD = (
-    "Of free and equal arguments. Of any argument, an empty text or list is refused, and so are whole numbers beyond "
-    "64 bits, texts with NUL, and lists and mappings more than 16 deep. vLLM takes many of the values that are refused "
-    "here, and then hangs, dies or exhausts memory."
+    "Of arguments of which vLLM takes other numbers too, and then hangs, dies or exhausts memory. Of any argument, an "
+    "empty text or list is refused, and so are whole numbers beyond 64 bits, texts with NUL, and lists and mappings "
+    "more than 16 deep."
 )
-_TITLES = {
-    Rule.FREE: ("Free", "Each role may have its own."),
-    Rule.EQUAL: ("Equal in both roles", "Only in `engine.args`."),
-    Rule.REFUSED: (
+_TABLES = (
+    ("Free", "Each role may have its own.", vllm_arguments.FREE),
+    (
         "Refused",
         "Most are set by kvferry: `use` names the key. Some keys of `engine` may stand in "
         "[`prefill.engine` and `decode.engine`](configuration.md#decodeengine) too. "
         "More on [parallelism](gpu.md#untested-parallelism).",
+        vllm_arguments.REFUSED,
     ),
-    Rule.UNPROVEN: (
-        "Unproven",
-        "Refused unless `engine.unproven` names them; only in `engine.args`. `speculative_config` of "
-        "[n-grams](#speculative-decoding) needs no permission in `decode.engine.args`, nor of a draft model or "
-        "an EAGLE head here; "
-        "`load_format` and `model_loader_extra_config` with [tested values](#how-weights-are-read) need none.",
-    ),
-}
+    ("Refused with tiers", "With `tier.enabled`, also of one model.", vllm_arguments.REFUSED_WITH_TIERS),
+)
 
 
 def arguments_page() -> str:
-    variables = ", ".join(f"`{name}`" for name in vllm_arguments.FREE_VARIABLES)
-    head = _ARGUMENTS_HEAD.replace("{variables}", variables)
+    head = _ARGUMENTS_HEAD.replace("{variables}", _names(vllm_arguments.FREE_VARIABLES))
     parts = [head.replace("{max_drafts}", str(vllm_arguments.MAX_DRAFT_TOKENS))]
-    for rule, (title, who) in _TITLES.items():
+    for title, who, reasons in _TABLES:
         by_reason: dict[str, list[str]] = {}
-        for name, of_name in vllm_arguments.RULES.items():
-            if of_name is rule:
-                by_reason.setdefault(vllm_arguments.REASONS[name], []).append(f"`{name}`")
+        for name, reason in reasons.items():
+            by_reason.setdefault(reason, []).append(name)
         lines = [f"## {title}", "", who, "", "| arguments | reason |", "|---|---|"]
-        lines += [f"| {', '.join(names)} | {reason} |" for reason, names in by_reason.items()]
+        lines += [f"| {_names(names)} | {reason} |" for reason, names in by_reason.items()]
         parts.append("\n".join(lines) + "\n")
     lines = ["## Expected values", "", _EXPECTED_HEAD, "", "| argument | expected |", "|---|---|"]
     lines += [f"| `{name}` | {expected} |" for name, expected in argument_values.EXPECTED.items()]
-    parts.insert(3, "\n".join(lines) + "\n")
+    parts.insert(2, "\n".join(lines) + "\n")
     return "\n".join(parts)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def page() -> str:

@@ -316,7 +316,7 @@ def schema_text() -> str:
     schema["$defs"]["config"] = config_schema()
     schema["$defs"]["roleEngine"] = _with_names(_plain(RoleEngineConfig.model_json_schema(), {}))
     # kvferry checks the values, and vLLM knows further names.
-    schema["$defs"]["arguments"] = {"type": "object", "propertyNames": {"not": {"enum": sorted(REFUSED)}}}
+    schema["$defs"]["arguments"] = {"type": "object", "properties": dict.fromkeys(REFUSED, False)}
     schema["$defs"]["roleArguments"] = {
         "type": "object",
         "properties": {name: {} for name in OF_ROLES},
