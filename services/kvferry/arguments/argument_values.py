@@ -51,7 +51,7 @@ _TIMEOUT = Whole(1, 31_536_000)  # seconds; torch turns them into milliseconds a
 _BYTES = Whole(1, 2**50, has_suffixes=True)
 _TOKENS = Whole(1, 2**31 - 1, has_suffixes=True)
 
-# Of arguments of which vLLM takes any number: it then hangs, dies or exhausts memory.
+# vLLM takes other numbers for these too, and then hangs, dies or exhausts memory.
 EXPECTED: Mapping[str, Expected] = {
     "kv_cache_memory_bytes": _BYTES,
     "num_gpu_blocks_override": Whole(2, 2**31 - 1),  # one holds nothing; ids of blocks are numbers of 32 bits

@@ -196,6 +196,17 @@ def test_a_value_that_vllms_classes_refuse_is_named_by_the_key_it_was_given_by(n
     [
         {"speculative_config": {"method": "nonsense", "num_speculative_tokens": 1}},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": -1}},
+        {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 1}},
+        {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1, "modle": "x"}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": "x"}},
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 1,
+                "prompt_lookup_min": 5,
+                "prompt_lookup_max": 4,
+            }
+        },
         {"speculative_config": {"x" * 5000: 1}},
         {"long_prefill_token_threshold": 10**6},
         {"numa_bind_nodes": [0]},
@@ -210,7 +221,7 @@ def test_what_the_whole_configuration_refuses_names_the_argument(args: dict[str,
     (name,) = args
     args = {"watermark": 0.1, **args}
     with pytest.raises(Exception) as caught:
-        config_of(EngineConfig(args=args))
+        config_of(EngineConfig().model_copy(update={"args": args}))  # without kvferry's own checks
     message = refusal(caught.value, args, {})
     assert message.startswith(f"engine.args.{name}: vLLM refuses it: ")
     assert "watermark" not in message

@@ -21,3 +21,13 @@ def test_a_folder_that_is_missing_is_named_with_its_key(keys: dict[str, str], tm
     assert caught.value.message.startswith(f"{key}: {missing!r} is not a folder with a config.json")
     assert caught.value.param == key
     assert draft_model.find(EngineConfig(), tmp_path, keys) is None
+
+
+def test_engines_have_all_settings_of_drafts_in_common_but_their_number_and_the_folder() -> None:
+    draft = draft_model.DraftModel("/models/d", "0" * 32)
+    config = {"method": "eagle3", "model": "owner/d", "num_speculative_tokens": 3, "quantization": "fp8"}
+    assert draft.for_digest(config) == {"method": "eagle3", "model": "0" * 32, "quantization": "fp8"}
+    assert draft.for_engine(config, producer=False) == {**config, "model": "/models/d"}
+    assert draft.for_engine(config, producer=True) == {**config, "model": "/models/d", "num_speculative_tokens": 1}
+    trained = {"method": "dflash", "model": "owner/d", "num_speculative_tokens": 7}
+    assert draft.for_engine(trained, producer=True) == {**trained, "model": "/models/d"}
