@@ -150,6 +150,7 @@ def test_permissions_of_earlier_states_are_told_what_holds_now() -> None:
         ({"method": "eagle3", "num_speculative_tokens": 3}, "model: expected the draft model's folder or hub id"),
         ({**DRAFTS, "model": ""}, "model: expected"),
         ({**DRAFTS, "model": 5}, "model: expected"),
+        ({**DRAFTS, "revision": "v2"}, "revision: of a hub id the newest one is used"),
         ({**DRAFTS, "model": "x" * 4097}, "model: expected"),
         ({**NGRAM, "prompt_lookup_max": None}, "prompt_lookup_max: expected a whole number from 1 to 1024"),
         ({**NGRAM, "prompt_lookup_max": 1025}, "prompt_lookup_max: expected a whole number from 1 to 1024"),

@@ -216,6 +216,8 @@ def _why_no_speculation(value: object, role: str) -> str:
     # Its files are downloaded and read before the engine starts.
     if has_model and not (isinstance(model, str) and 0 < len(model) <= _MAX_DRAFT_PATH and not is_url(model)):
         return "model: expected the draft model's folder or hub id (owner/name)"
+    if has_model and not {"revision", "code_revision"}.isdisjoint(value):
+        return "revision: of a hub id the newest one is used; name a folder that holds another one in model"
     if method == NGRAM and role != "decode":
         return "prefill engines generate no answers: give it in decode.engine.args"
     return ""
