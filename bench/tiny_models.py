@@ -153,45 +153,90 @@ def _idefics3() -> Any:
 
 # Models with images, tested by tests/model/test_images.py.
 IMAGE_MODELS: Mapping[str, Callable[[], Any]] = {"idefics3": _idefics3}
-REFUSED: Mapping[str, Callable[[], Any]] = {
+# Kinds whose pages are not kept in tiers.
+OTHERS: Mapping[str, Callable[[], Any]] = {
     "deepseek-v2": _configured(
         "DeepseekV2Config",
-        num_key_value_heads=4,
-        kv_lora_rank=64,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        kv_lora_rank=512,
         q_lora_rank=None,
-        qk_rope_head_dim=32,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        n_routed_experts=4,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        n_routed_experts=8,
+        n_shared_experts=1,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
     ),
     "llama4": _configured(
-        "Llama4TextConfig", head_dim=32, intermediate_size_mlp=128, num_local_experts=4, attention_chunk_size=128
+        "Llama4TextConfig",
+        head_dim=32,
+        intermediate_size_mlp=128,
+        num_local_experts=4,
+        attention_chunk_size=128,
+        no_rope_layers=[1, 1, 1, 0],
     ),
-    "gpt-oss": _configured("GptOssConfig", head_dim=32, num_local_experts=4, sliding_window=64),
+    "gpt-oss": _configured(
+        "GptOssConfig",
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
     "falcon-h1": _configured(
-        "FalconH1Config", head_dim=32, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16
+        "FalconH1Config",
+        head_dim=32,
+        mamba_d_ssm=128,
+        mamba_n_heads=4,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        mamba_n_groups=1,
     ),
     "gemma3n": _configured(
         "Gemma3nTextConfig",
         head_dim=32,
         sliding_window=64,
-        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        layer_types=["sliding_attention", "full_attention"] * 2,
         num_kv_shared_layers=2,
         hidden_size_per_layer_input=32,
         vocab_size_per_layer_input=49152,
         altup_num_inputs=4,
         laurel_rank=8,
         activation_sparsity_pattern=[0.0] * 4,
+        tie_word_embeddings=True,
     ),
-    "bloom": _configured("BloomConfig", n_layer=4, n_head=4),
+    "bloom": _configured("BloomConfig", n_layer=4, n_head=4, tie_word_embeddings=True),
+    "opt": _configured("OPTConfig", ffn_dim=128, word_embed_proj_dim=64),
     "qwen2-dual-chunk": _configured(
         "Qwen2Config",
         dual_chunk_attention_config={"chunk_size": 256, "local_size": 64, "original_max_position_embeddings": 2048},
     ),
-    "cohere2": _configured("Cohere2Config", sliding_window=64),
-    "qwen3-next": _configured("Qwen3NextConfig", head_dim=32, shared_expert_intermediate_size=64, **_EXPERTS),
+    "cohere2": _configured(
+        "Cohere2Config",
+        head_dim=32,
+        sliding_window=64,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        tie_word_embeddings=True,
+    ),
+    "mamba2": _configured(
+        "Mamba2Config", head_dim=32, num_heads=4, n_groups=1, state_size=16, expand=2, layer_norm_epsilon=1e-5
+    ),
+    "qwen3-next": _configured(
+        "Qwen3NextConfig",
+        head_dim=32,
+        shared_expert_intermediate_size=64,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        **_EXPERTS,
+    ),
     "qwen3-gptq": _configured(
         "Qwen3Config",
         head_dim=32,
@@ -203,7 +248,7 @@ REFUSED: Mapping[str, Callable[[], Any]] = {
 
 def write_config(name: str, folder: Path) -> Path:
     """Write a model's configuration, without weights."""
-    config = (TESTED | REFUSED)[name]()
+    config = (TESTED | OTHERS)[name]()
     config.architectures = [f"{type(config).__name__.removesuffix('Config').removesuffix('Text')}ForCausalLM"]
     if name in _QUANTIZED:
         config.quantization_config = _quantization_config(name)
@@ -211,13 +256,14 @@ def write_config(name: str, folder: Path) -> Path:
     return folder
 
 
-def make_model(name: str, folder: Path) -> Path:
+def make_model(name: str, folder: Path, dtype: str = "float32") -> Path:
     """Write a model with random weights, always the same, and the default model's tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    AutoModelForCausalLM.from_config((TESTED | FURTHER)[name]()).to(torch.float32).save_pretrained(folder)
+    config = (TESTED | FURTHER | OTHERS)[name]()
+    AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer = model_folder.resolve(model_folder.DEFAULT_NAME)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / file, folder / file)

@@ -165,6 +165,15 @@ class VllmEngine:
             raise EngineError(
                 f"the engine did not start within engine.start_timeout_s ({self._config.start_timeout_s:g} s)"
             ) from None
+        self._info = describe(
+            self._llm.vllm_config,
+            engine_id,
+            self._model_folder,
+            weights=self._weights,
+            pool_bytes=sum(await self._llm.collective_rpc("kvferry_pool_bytes")),
+            cpu_bytes=cpu_tier_bytes(self._tier),
+            adapters=self._adapters.keys,
+        )
         await asyncio.to_thread(keep_none_in, self._llm.input_processor.tokenizer)
         if not self._producer and self._config.device != "cpu":
             await self._warm_up()
@@ -228,14 +237,6 @@ class VllmEngine:
         self._continuations = Continuations(self._llm.output_processor)
         self._validator = StructuredOutputValidator(self._llm)
         self._parsers = Parsers(self._model, self._llm.output_processor.tokenizer, self._llm.model_config)
-        self._info = describe(
-            self._llm.vllm_config,
-            engine_id,
-            self._model_folder,
-            weights=self._weights,
-            cpu_bytes=cpu_tier_bytes(self._tier),
-            adapters=self._adapters.keys,
-        )
 
     def _require_quality(self, vllm_config: Any) -> None:
         if self._quality is None:

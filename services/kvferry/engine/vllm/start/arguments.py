@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from kvferry.config import AdaptersConfig, EngineConfig, ModelConfig, TierConfig
 from kvferry.engine.base import EngineId, EngineInfo
 from kvferry.engine.vllm.start.argument_parser import key_of, parsed
 from kvferry.engine.vllm.start.draft_model import DraftModel
+from kvferry.errors import ConfigError
 from kvferry.model_folder import cache_folder
 from kvferry.pages.exchange import ARGUMENTS, WEIGHTS
 from kvferry.pages.geometry.config_json import from_config
@@ -67,6 +69,8 @@ def engine_arguments(
         "scheduler_cls": scheduler,
         "scheduling_policy": "priority" if scheduler else None,
         "gpu_memory_utilization": None if on_cpu else engine.gpu_memory_utilization,
+        # What vLLM prefers on a GPU, FlashAttention, has no kernels for them.
+        "attention_backend": "TRITON_ATTN" if not on_cpu and engine.kv_cache_dtype == "fp8_e5m2" else None,
         "distributed_executor_backend": _ONE_PROCESS if on_cpu and _can_compute_in_one_process(engine) else None,
     }
     num_adapters = {"max_loras": adapters.max_active, "max_cpu_loras": adapters.num_loaded}
@@ -201,6 +205,8 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # Of recurrent layers, if the model has any: NIXL moves states in this layout alone.
+        "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
     }
     if config.device == "cpu":
         threads = config.threads or max(1, len(os.sched_getaffinity(0)) // 2)
@@ -231,25 +237,29 @@ def describe(
     model_folder: str,
     *,
     weights: str,
+    pool_bytes: int,
     cpu_bytes: int = 0,
     adapters: frozenset[str] = frozenset(),
 ) -> EngineInfo:
     from kvferry.engine.vllm.plugins.exchange_fields import device_name, exchange_fields, page_dtype, type_name
 
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    pages = page_sizes(vllm_config)
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    try:
+        page_bytes = page_sizes(vllm_config).page_bytes
+    except ConfigError:  # a model that the geometry does not know
+        page_bytes = pool_bytes // cache.num_gpu_blocks
     return EngineInfo(
         engine_id=engine_id,
         model=model_folder,
         max_model_len=model.max_model_len,
         block_size=cache.block_size,
-        page_bytes=pages.page_bytes,
+        page_bytes=page_bytes,
         num_pages=cache.num_gpu_blocks,
         kv_cache_dtype=type_name(page_dtype(vllm_config)),
-        num_cpu_pages=cpu_bytes // pages.page_bytes,
+        num_cpu_pages=cpu_bytes // page_bytes,
         exchange=exchange_fields(vllm_config, weights=weights),
         device=device_name(parallel.tensor_parallel_size),
-        pool_bytes=cache.num_gpu_blocks * pages.block_bytes * parallel.tensor_parallel_size,
+        pool_bytes=pool_bytes,
         adapters=adapters,
     )
 
@@ -260,7 +270,7 @@ class PageSizes(NamedTuple):
 
 
 def page_sizes(vllm_config: Any) -> PageSizes:
-    """Return the sizes of pages of a model that is served. Raises ConfigError for a model whose pages are not known."""
+    """Raises ConfigError for a model whose pages are not known before it is loaded."""
     speculation = vllm_config.speculative_config
     draft = None if speculation is None else speculation.draft_model_config
     # A draft model's layers have pages of the same block ids.
@@ -301,8 +311,9 @@ def why_not_startable(
     num_blocks = vllm_config.cache_config.num_gpu_blocks_override
     if engine.device == "cpu" and "num_gpu_blocks_override" in engine.args and num_blocks is not None:
         # vLLM would take this memory whatever there is; a GPU refuses it.
-        fit = int(engine.kv_cache_gib * (1 << 30)) // page_sizes(vllm_config).block_bytes
-        if num_blocks > fit:
-            key = key_of("num_gpu_blocks_override", keys)
-            return f"{key}: engine.kv_cache_gib holds {fit} blocks, not {num_blocks}"
+        with contextlib.suppress(ConfigError):
+            fit = int(engine.kv_cache_gib * (1 << 30)) // page_sizes(vllm_config).block_bytes
+            if num_blocks > fit:
+                key = key_of("num_gpu_blocks_override", keys)
+                return f"{key}: engine.kv_cache_gib holds {fit} blocks, not {num_blocks}"
     return ""
