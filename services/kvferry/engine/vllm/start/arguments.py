@@ -258,7 +258,7 @@ def describe(
         kv_cache_dtype=type_name(page_dtype(vllm_config)),
         num_cpu_pages=cpu_bytes // page_bytes,
         exchange=exchange_fields(vllm_config, weights=weights),
-        device=device_name(parallel.tensor_parallel_size),
+        device=device_name(vllm_config.parallel_config.tensor_parallel_size),
         pool_bytes=pool_bytes,
         adapters=adapters,
     )
