@@ -2,8 +2,7 @@
 
 Serve places replicas, restarts, health-checks and scales them; tokens and pages never pass it. Each node with workers
 and volumes also gets a keeper (kvferry_keeper/actor.py): a detached actor that its first worker makes and Ray restarts.
-The same application results from `serve deploy` and KubeRay's RayService (import_path kvferry.app:application), from
-`ray job submit -- python -m kvferry.app deploy`, and from `python -m kvferry.app deploy --ray-address HOST:PORT`.
+KubeRay and `serve deploy` import kvferry.app:application; `python -m kvferry.app deploy` makes the same one.
 """
 
 from __future__ import annotations

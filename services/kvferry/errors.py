@@ -1,38 +1,4 @@
-"""All errors as one tree; each leaf has its HTTP and gRPC status.
-
-    KvferryError
-        ConfigError                  start-up; exit code 2
-        LocalError                   exit code 1
-        RequestError
-            InvalidRequest           400  INVALID_ARGUMENT
-                ContextLengthExceeded
-            Unauthenticated          401  UNAUTHENTICATED
-            PermissionDenied         403  PERMISSION_DENIED
-            BodyTooLarge             413  INVALID_ARGUMENT
-            BodyTimeout              408  DEADLINE_EXCEEDED
-            HeadersTimeout           408  DEADLINE_EXCEEDED
-            HeadersTooLarge          431  INVALID_ARGUMENT
-            UrlTooLong               414  INVALID_ARGUMENT
-            UnsupportedMediaType     415  INVALID_ARGUMENT
-            ModelNotFound            404  NOT_FOUND
-            RouteNotFound            404  UNIMPLEMENTED
-            MethodNotAllowed         405  UNIMPLEMENTED
-        UnavailableError             503  UNAVAILABLE, with Retry-After
-            NotReady
-            NoDecodeWorker
-            WorkerLost
-            WorkerDraining
-            EngineDead
-            PagesNotMoved
-        Overloaded                   429  RESOURCE_EXHAUSTED, with Retry-After
-            TenantOverloaded
-            TenantLimited
-            Preempted
-        DeadlineExceeded             504  DEADLINE_EXCEEDED
-        EngineError                  500  INTERNAL
-            Quarantined
-            UnsupportedEngine
-        TierError                    500  INTERNAL
+"""All errors as one tree, each with its HTTP and gRPC status.
 
 Messages appear in error bodies: they say what was wrong and what is allowed, never a traceback. A message that repeats
 what a client sent may be of any length; MAX_ERROR_BYTES of it are kept.

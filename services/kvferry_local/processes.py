@@ -7,7 +7,6 @@ Parents die first, and a process may overwrite its environment, so one mark suff
     files         a file is open for writing where only the cluster writes (logs, etcd, ray, tmp)
     ancestry      the parent belongs
 
-Names and command lines are no marks.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 python -m kvferry_operator --config kvferry.yaml --namespace NAMESPACE --name NAME --state-folder FOLDER
 
-One acts at a time, by a Lease; another one of the same release watches until that is free.
-In the folder, `alive` is touched by each round, and `done` is there while nothing is left to do. Exit code 0 after
-SIGTERM or SIGINT, 2 for a bad configuration.
+One acts at a time, by a Lease. In the folder, `alive` is touched by each round, and `done` is there while nothing is
+left to do. Exit code 0 after SIGTERM or SIGINT, 2 for a bad configuration.
 """
 
 from __future__ import annotations

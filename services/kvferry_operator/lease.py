@@ -1,7 +1,6 @@
 """The Lease of a release: one rollout acts at a time, whatever other pods of it still run.
 
-As Kubernetes' own leader election does it. Whether a holder is alive is judged by changes of the Lease within a span of
-this process's own clock: clocks of two machines are never compared. The times in a Lease are for people who read it.
+As Kubernetes' own leader election does it: a holder is alive while the Lease changes, by this process's own clock.
 """
 
 from __future__ import annotations

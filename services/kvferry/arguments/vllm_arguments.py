@@ -1,8 +1,7 @@
 """Which arguments of vLLM's engine `engine.args` may hold, and why.
 
-Those of `REFUSED` are refused by name, and each role may have its own of `FREE`. Any other one that vLLM's
-`AsyncEngineArgs` has is accepted: both roles have the same, and the exchange digest includes it. Which names and values
-there are, vLLM knows alone: it refuses others when an engine starts (engine/vllm/start/argument_parser.py).
+Those of `REFUSED` are refused by name, and each role may have its own of `FREE`. Of any other, both roles have the
+same, and the exchange digest includes it. vLLM refuses names and values that it does not know.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Detects a hung process, such as an engine's: it lives, has work, and nothing progresses. Pure.
 
-A single step of an engine that is longer than the timeout counts as a hang; on a CPU one prefill chunk was seen to
-take 30 s.
+A step that is longer than the timeout counts as a hang; on a CPU one chunk of a prompt took 30 s.
 """
 
 from __future__ import annotations

@@ -45,9 +45,8 @@ _NO_USE = Usage()
 class Readiness(msgspec.Struct, frozen=True):
     """Whether requests can be answered now; `waiting_for` names missing parts.
 
-    `left_out` names workers that this gateway must not work with, and why; `unpaired` those that exchange KV pages with
-    no worker of the other role, and `unproven` transfers that are not used yet. `pools` has the numbers of usable
-    workers of pools by role.
+    `left_out`: workers that this gateway must not work with. `unpaired`: those that exchange KV pages with no worker of
+    the other role. `unproven`: transfers that are not used yet. `pools`: numbers of usable workers by role.
     """
 
     ready: bool

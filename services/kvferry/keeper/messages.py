@@ -3,8 +3,8 @@
 A frame is 4 bytes of length, little-endian, then a msgpack struct. The engine's Hello carries its region's descriptor
 (SCM_RIGHTS). The keeper sends Welcome, its keys in parts, then numbered changes and one Done per job.
 
-A job owns its rows from sending until Done, Bye, or the end of the keeper's process. The stream's end means nothing:
-the kernel closes a dying process's sockets while other threads may still read.
+A job owns its rows until Done, Bye, or the end of the keeper's process; not of the stream, whose sockets the kernel
+closes while other threads of a dying process may still read.
 """
 
 from __future__ import annotations

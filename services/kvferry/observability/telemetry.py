@@ -1,8 +1,7 @@
 """The catalogue of metrics: name, kind, unit, labels, meaning and exporting process of each.
 
-A label has a small known set of values, whose series start at zero, or names a process or a volume. Only metrics of
-this catalogue can be exported (exposition.py); docs/operator/metrics.md is generated from it. Figures
-that a gateway and a worker both export have two names, so that a sum over all targets counts nothing twice.
+A label has a small known set of values, or names a process or a volume. docs/operator/metrics.md is generated from it.
+Figures that a gateway and a worker both export have two names, so that a sum over all targets counts nothing twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Traces to an OpenTelemetry collector: one per request, over all its processes.
 
 A W3C trace context travels in HTTP headers, a worker's Submit, frames to keepers and gRPC metadata. Without one, a
-process makes no spans. Without `tracing.endpoint`, OpenTelemetry is not imported. Spans wait in a bounded queue; lost
-ones are counted.
+process makes no spans. They wait in a bounded queue; lost ones are counted.
 """
 
 from __future__ import annotations

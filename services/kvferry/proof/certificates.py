@@ -1,8 +1,4 @@
-"""Results of proofs, as records of etcd and files of the cache folder.
-
-A result holds for two kinds of engine, a way and both releases: the second start and the hundredth worker prove nothing
-again.
-"""
+"""Results of proofs, as records of etcd and files of the cache folder."""
 
 from __future__ import annotations
 
@@ -74,12 +70,11 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def distance(self) -> float | None:
-        """Return the largest of transferred pages; None if nothing was measured."""
+        """Return that of transferred pages; None if nothing was measured."""
         return max((each.transferred for each in self.distances), default=None)
 
     @property
     def wrong_from(self) -> float | None:
-        """Likewise the smallest of wrong pages."""
         return min((control for each in self.distances for control in each.controls), default=None)
 
     @property
@@ -104,10 +99,9 @@ def key_of(prefill: EngineKind, decode: EngineKind, way: Way) -> str:
 
 
 class Certificates:
-    """Reads and writes certificates; signs them with `secret` unless it is empty, and refuses others then."""
+    """Reads and writes certificates, signed with `secret` unless it is empty."""
 
     def __init__(self, cache: Path | None, secret: bytes = b"") -> None:
-        """`cache` is a folder of this user; None: nothing is kept over the end of the cluster."""
         self._cache = cache
         self._secret = secret
 
@@ -116,7 +110,7 @@ class Certificates:
         return msgspec.json.encode(structs.replace(unsigned, signature=self._signature(unsigned)))
 
     def decode(self, name: str, value: bytes) -> Certificate | None:
-        """Return None, and log, for a record that is unreadable, misplaced, or not signed as it should be."""
+        """Return None, and log, for a record that cannot be read, or is not signed as it should be."""
         why = f"it has {len(value)} bytes"
         if len(value) <= MAX_RECORD_BYTES:
             try:
@@ -140,7 +134,7 @@ class Certificates:
         return hmac.new(self._secret, b"proof\0" + msgspec.json.encode(unsigned), hashlib.sha256).hexdigest()
 
     def load(self, name: str) -> Certificate | None:
-        """Return the certificate that an earlier cluster kept, unless others could have written it."""
+        """Return what an earlier cluster kept, unless other users could have written it."""
         if self._cache is None:
             return None
         try:

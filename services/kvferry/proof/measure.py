@@ -61,7 +61,7 @@ class Measurement:
         pool: str = "",
         adapter: str = "",
     ) -> None:
-        """`name` begins request ids and cache salts: no other requests find these pages. `tokens` replace others."""
+        """`name` begins request ids and cache salts. `tokens` replace others in wrong prompts."""
         self._prefill, self._decode = prefill, decode
         self._block_size, self._tokens = block_size, tokens
         self._name, self._pool, self._adapter = name, pool, adapter

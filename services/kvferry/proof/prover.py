@@ -63,11 +63,7 @@ class Prover:
         longest: Callable[[str], int],
         on_change: Callable[[], None],
     ) -> None:
-        """The last four are by pool but `on_change`, which is called when a result comes or goes.
-
-        `is_wanted`: whether transfers of the pool have to be proven. `read_tokens` returns the tokens of a text, which
-        prompts are made of, and `longest` the tokens of the longest prompt.
-        """
+        """By pool: `is_wanted`, `read_tokens` of a text that prompts are made of, `longest` of them in tokens."""
         self._store = store
         self._certificates = certificates
         self._gateway_id = gateway_id
@@ -89,7 +85,7 @@ class Prover:
         self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._prove_all())]
 
     async def close(self) -> None:
-        """Idempotent. A proof under way ends, and another gateway takes it over."""
+        """Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -103,7 +99,7 @@ class Prover:
         return certificate is not None and certificate.outcome is Outcome.PROVEN
 
     def results(self) -> Iterator[tuple[Subject, Certificate | None]]:
-        """Yield each way between workers that are linked now, with its result if there is one."""
+        """Yield each way between linked workers, with its result if there is one."""
         for subject in self._subjects():
             yield subject, self._known.get(subject.key)
 

@@ -27,11 +27,7 @@ Logprobs = Mapping[int, float]  # natural logarithms by token id, of one positio
 
 
 class View(enum.StrEnum):
-    """What the decode engine computes from the pages.
-
-    direct: the first token of the request whose pages were transferred, a last partial page included.
-    held: each token of the engine's own answer, given the prompt and the tokens before it, from whole pages it holds.
-    """
+    """direct: the first token after a transfer, a last partial page included. held: tokens from whole pages it holds."""
 
     DIRECT = "direct"
     HELD = "held"
@@ -117,13 +113,13 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def lengths(block_size: int, longest: int) -> list[int]:
-    """Return lengths of prompts: of less than a page, of several and a half, of several and a token, and `longest`."""
+    """Return lengths of prompts: under a page, some pages and a half, some and a token, and `longest`."""
     wanted = (block_size - 2, 3 * block_size + block_size // 2, 5 * block_size + 1, longest)
     return sorted({min(longest, max(MIN_PROMPT, each)) for each in wanted})
 
 
 def prompts(tokens: Sequence[int], block_size: int, longest: int, seed: int) -> list[list[int]]:
-    """Return prompts made of `tokens`, which are of a text: pieces of it and tokens in any order, in turn."""
+    """Return pieces of a text of `tokens`, and prompts of them in any order, in turn."""
     draw = random.Random(seed)
     made = []
     for number, length in enumerate(lengths(block_size, longest)):
@@ -136,7 +132,7 @@ def prompts(tokens: Sequence[int], block_size: int, longest: int, seed: int) -> 
 
 
 def wrong_prompts(prompt: Sequence[int], block_size: int, tokens: Sequence[int], seed: int) -> list[list[int]]:
-    """Return prompts whose pages are wrong for `prompt`: one token differs, and two whole pages are exchanged."""
+    """Return prompts whose pages are wrong for `prompt`: one token differs; two whole pages are exchanged."""
     draw = random.Random(seed)
     end = (len(prompt) - 1) // block_size * block_size  # of the whole pages; the engine computes the last token itself
     place = (end or len(prompt) - 1) - 2

@@ -63,8 +63,7 @@ class FollowerState(enum.StrEnum):
 class ResidencyFollower:
     """Applies one owner's messages to the index, in the caller's order. Pure.
 
-    Keys known before a gap stay until the next snapshot begins: most are still right. A snapshot's parts are applied as
-    they come, so that a large one does not hold up the caller.
+    Keys known before a gap stay until the next snapshot begins: most are still right.
     """
 
     def __init__(self, index: ResidencyIndex, owner: str, *, max_waiting_deltas: int = 1024) -> None:

@@ -57,8 +57,7 @@ def check_name(name: str) -> None:
 def check_claimed_name(name: str) -> None:
     """Raises ValueError for a name that a token or certificate may not claim where no record has it.
 
-    `default` is the tenant of clients that nobody identifies: it shares their pages, and no turn of its own limits it.
-    Operators may give it keys; who issues tokens and certificates names other tenants.
+    `default` is the tenant of clients that nobody identifies, whose pages it shares.
     """
     check_name(name)
     if name == DEFAULT_NAMESPACE.tenant:

@@ -21,7 +21,7 @@ class PageMirror:
     """Maps an engine's page hashes to route keys, at most `max_pages` of held and remembered ones.
 
     - A page without a known parent is not published (`num_unknown`).
-    - A hash stored twice is held once. If vLLM caches equal pages twice, too little is published, never too much.
+    - A hash stored twice is held once: too little may be published, never too much.
     - Removed pages are remembered: the CPU tier may announce them by hash alone.
     - Remembered pages are evicted first, then the oldest held ones (`num_forgotten`).
     - Lost batches clear everything (`num_gaps`).

@@ -1,8 +1,7 @@
 """API keys and tenants in a YAML file, reread when changed: `{tenant, name, sha256}` each, and what is optional.
 
-`operator: true` lets a key also read what is not of one tenant. `metrics: true` lets a key read metrics and the list of
-targets, and nothing else. `pool` names the workers that serve the tenant; all keys of
-a tenant name the same, or none.
+`operator`: the key also reads what is not of one tenant. `metrics`: it reads metrics and the list of targets alone.
+`pool`: the workers that serve the tenant, the same for all its keys.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@
     streams(D)    = this answer's steps, its effect on the steps of other streams, waiting, full memory
 
 A worker that has not loaded the request's adapter costs adapter_load_ms more.
-
-Among workers that can exchange pages, the cheapest pair is the cheapest P and D.
 """
 
 from __future__ import annotations

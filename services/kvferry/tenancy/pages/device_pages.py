@@ -1,7 +1,7 @@
 """Eviction in an engine's device memory, by the policy of `retention`, at the price of a step of the engine.
 
-Cached pages that no request uses are free: they go when others are needed. A floor therefore keeps pages from other
-tenants' admissions, and yields to requests that already run. Without ghosts, the order is that of `Retention`.
+Cached pages that no request uses go when others are needed. A floor therefore keeps pages from other tenants'
+admissions, and yields to requests that run. Without ghosts, the order is that of `Retention`.
 """
 
 from __future__ import annotations

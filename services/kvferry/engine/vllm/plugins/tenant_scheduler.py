@@ -1,7 +1,6 @@
 """Tenants in an engine: floors, caps and times to live in the memory of its device, and the order of their prompts.
 
-vLLM's pool learns who owns a cached page, and its queue of free pages who loses one. Where a prompt that waits is due
-before one that has begun, the latter is left out of a step or gets a part of it.
+vLLM's pool learns who owns a cached page, and its queue of free pages who loses one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tokens of the text that a chat template puts before and after every conversation.
 
-A default system prompt and the beginning of the answer are the same in each prompt: about half of a short one. Their
-tokens are computed once. Only text of the template is kept, none of clients.
+They are the same in each prompt, and are computed once. Only text of the template is kept, none of clients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Token ids that a model's embedding has rows for. Any other id in a request ends the engine's process.
 
-A tokenizer may have more tokens than the embedding: fine-tunes add some and leave the embedding as it was. vLLM (0.32)
-takes the larger of both numbers for the vocabulary.
+A fine-tune's tokenizer may have more tokens than the embedding; vLLM takes the larger number for the vocabulary.
 """
 
 from __future__ import annotations
