@@ -33,16 +33,6 @@ TITLES = {
     "qwen3-moe": "Qwen3-MoE: experts",
     "phi3-longrope": "Phi-3: LongRoPE",
     "idefics3": "Idefics3: images in prompts, Llama after a SigLIP",
-    "deepseek-v2": "DeepSeek-V2: latent attention (MLA)",
-    "llama4": "Llama 4: chunked local attention",
-    "gpt-oss": "gpt-oss: attention sinks",
-    "gemma3n": "Gemma 3n: pages shared by layers",
-    "bloom": "BLOOM: ALiBi",
-    "qwen2-dual-chunk": "Qwen2.5-1M: dual chunk attention",
-    "cohere2": "Command R7B and every other architecture",
-    "falcon-h1": "Falcon-H1: Mamba beside attention",
-    "qwen3-next": "Qwen3-Next: linear attention",
-    "qwen3-gptq": "Qwen3, weights quantized otherwise (GPTQ, AWQ, ...)",
 }
 
 

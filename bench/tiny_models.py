@@ -210,8 +210,8 @@ OTHERS: Mapping[str, Callable[[], Any]] = {
         activation_sparsity_pattern=[0.0] * 4,
         tie_word_embeddings=True,
     ),
-    "bloom": _configured("BloomConfig", n_layer=4, n_head=4, tie_word_embeddings=True),
-    "opt": _configured("OPTConfig", ffn_dim=128, word_embed_proj_dim=64),
+    "bloom": _configured("BloomConfig", hidden_size=128, n_layer=4, n_head=4, tie_word_embeddings=True),
+    "opt": _configured("OPTConfig", hidden_size=128, ffn_dim=256, word_embed_proj_dim=128),
     "qwen2-dual-chunk": _configured(
         "Qwen2Config",
         dual_chunk_attention_config={"chunk_size": 256, "local_size": 64, "original_max_position_embeddings": 2048},

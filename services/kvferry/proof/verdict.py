@@ -27,7 +27,7 @@ Logprobs = Mapping[int, float]  # natural logarithms by token id, of one positio
 
 
 class View(enum.StrEnum):
-    """direct: the first token after a transfer, a last partial page included. held: tokens from whole pages it holds."""
+    """direct: the first token after a transfer, from a partial page too. held: tokens from whole pages it holds."""
 
     DIRECT = "direct"
     HELD = "held"

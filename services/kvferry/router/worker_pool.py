@@ -47,7 +47,7 @@ class WorkerPool:
         """`on_up` and `on_down` report links, `on_gone` forgotten workers, `on_change` all these and draining.
 
         `identity_of` returns what this gateway says of itself to workers of a pool. None: it does not serve their model
-        now, so they are not dialled before `models_changed`. Each pool may have `max_queued_requests` that wait for room.
+        now, so they are not dialled before `models_changed`. `max_queued_requests` is of each pool.
         """
         self.queues = RoomQueues(max_queued_requests, time.monotonic)
         self.losses, self.quarantined = EngineLosses(self.queues.note_room), Quarantine()

@@ -237,7 +237,7 @@ def _question(name: str, options: dict[str, Any]) -> Question:
         cpu_tier_bytes=_tier(options["cpu_tier_gib"], profile.cpu_tier_gib if profile else 0),
         volume_tier_bytes=_tier(options["volume_tier_gib"], profile.volume_tier_gib if profile else 0),
         kv_cache_bytes=_kv_cache_bytes(options["kv_cache_gib"]),
-        served_architectures=ARCHITECTURES,
+        tier_architectures=ARCHITECTURES,
     )
 
 

@@ -40,8 +40,10 @@ def obstacles(candidate: Candidate, question: Question) -> list[str]:
         )
     found += _weights_obstacles(question)
     architecture = question.model.geometry.architecture
-    if question.served_architectures and architecture not in question.served_architectures:
-        found.append(f"{architecture or question.model.geometry.model_type} is not served (docs/user/models.md)")
+    if question.cpu_tier_bytes and question.tier_architectures and architecture not in question.tier_architectures:
+        found.append(
+            f"tiers keep no pages of {architecture or question.model.geometry.model_type} (docs/user/models.md)"
+        )
     return found
 
 

@@ -41,7 +41,7 @@ class Question:
     volume_tier_bytes: int = 0
     kv_cache_bytes: int | None = None  # for KV pages of one GPU, whatever its memory leaves; as on the CPU device
     is_calibrated: bool = False  # efficiencies of prefill and decode were measured
-    served_architectures: frozenset[str] = frozenset()  # that kvferry serves; empty: not compared
+    tier_architectures: frozenset[str] = frozenset()  # whose pages kvferry keeps in tiers; empty: not compared
 
     def __post_init__(self) -> None:
         limits: dict[str, tuple[float, float, float]] = {

@@ -60,7 +60,9 @@ def test_what_kvferry_does_not_serve_is_said() -> None:
     assert "one pipeline stage" in obstacles(pipeline_parallel_size=2)
     assert obstacles(kv_cache_dtype="fp8") == ""
     assert "not in int8_per_token_head" in obstacles(kv_cache_dtype="int8_per_token_head")
-    assert "LlamaForCausalLM is not served" in obstacles(served_architectures=frozenset({"Qwen3ForCausalLM"}))
+    others = frozenset({"Qwen3ForCausalLM"})
+    assert "tiers keep no pages of LlamaForCausalLM" in obstacles(tier_architectures=others, cpu_tier_bytes=1 << 34)
+    assert obstacles(tier_architectures=others) == ""
 
 
 def test_commands_of_vllm_say_how_many_of_each() -> None:

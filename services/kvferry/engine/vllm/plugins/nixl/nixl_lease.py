@@ -76,10 +76,10 @@ class ReleaseExtension:
             return False
         return any(end_lease(worker, request_id) for worker in _connector_workers(get_kv_transfer_group()))
 
-
     def kvferry_pool_bytes(self) -> int:
         """Return the memory of all pages and states on this rank."""
-        caches = [each for worker in _connector_workers(get_kv_transfer_group()) for each in worker.device_kv_caches.values()]
+        workers = _connector_workers(get_kv_transfer_group())
+        caches = [each for worker in workers for each in worker.device_kv_caches.values()]
         tensors = [tensor for each in caches for tensor in (each if isinstance(each, list | tuple) else [each])]
         # Layers share memory.
         storages = [tensor.untyped_storage() for tensor in tensors]
