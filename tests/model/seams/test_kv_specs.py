@@ -308,7 +308,7 @@ def test_ranks_take_what_geometry_says(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("name", ["llama", "deepseek-v2", "gemma3", "gpt-oss", "falcon-h1", "qwen3-next"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engines_pages_are_described_by_what_they_take(name: str, ranks: int, tmp_path: Path) -> None:
-    """`EngineInfo.page_bytes`, and the blocks that `kv_cache_gib` holds: once two sides of all heads, whatever the layers were."""
+    """`EngineInfo.page_bytes`, and the blocks that `kv_cache_gib` holds."""
     from kvferry.engine.vllm.start.arguments import page_sizes
 
     config = tiny_config(name, tmp_path)
