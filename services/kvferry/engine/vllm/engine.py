@@ -192,7 +192,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from kvferry.engine.vllm.continuation import Continuations
-        from kvferry.engine.vllm.model_kinds import why_refused
+        from kvferry.engine.vllm.model_kinds import leave_untested_images_out, why_refused
         from kvferry.engine.vllm.outputs import PromptSourceRecorder
         from kvferry.engine.vllm.parsing import Parsers, check_names
         from kvferry.engine.vllm.start.argument_parser import check_variables, refusal
@@ -217,6 +217,7 @@ class VllmEngine:
                 **self._arguments(engine_id), structured_outputs_config=structured_outputs_config()
             )
             vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            leave_untested_images_out(vllm_config.model_config)
             if reason := why_refused(vllm_config, has_tiers=self._tier.enabled):
                 raise UnsupportedEngine(reason)
             if reason := why_not_startable(vllm_config, self._config, self._argument_keys):

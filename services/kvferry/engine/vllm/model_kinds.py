@@ -81,6 +81,13 @@ def _not_for_tiers(vllm_config: Any) -> Iterator[str]:
         yield f"drafts of the architecture {draft.architecture}"
 
 
+def leave_untested_images_out(model_config: Any) -> None:
+    """Have vLLM take a multimodal model for its texts alone, unless its images are tested."""
+    multimodal = model_config.multimodal_config
+    if multimodal is not None and model_config.architecture not in IMAGE_ARCHITECTURES:
+        multimodal.language_model_only = True
+
+
 def has_sliding_window(model_config: Any) -> bool:
     # As vLLM does, whatever `use_sliding_window` says: some models of it ignore that.
     layer_types = getattr(model_config.hf_text_config, "layer_types", None) or ()

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from bench.tiny_models import TESTED
-from kvferry.engine.vllm.model_kinds import ARCHITECTURES, IMAGE_ARCHITECTURES, why_refused
+from kvferry.engine.vllm.model_kinds import (
+    ARCHITECTURES,
+    IMAGE_ARCHITECTURES,
+    leave_untested_images_out,
+    why_refused,
+)
 
 
 def model(*, architecture: str = "LlamaForCausalLM", window: int | None = None, **text: Any) -> SimpleNamespace:
@@ -149,3 +154,14 @@ def test_image_models_are_served_alone() -> None:
     whole = image_model()
     whole.model_config.quantization = "compressed-tensors"
     assert "images are untested with quantized weights" in why_refused(whole, has_tiers=False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "texts_alone"),
+    [("LlavaForConditionalGeneration", True), *((each, False) for each in IMAGE_ARCHITECTURES)],
+)
+def test_other_multimodal_models_are_served_for_texts(architecture: str, texts_alone: bool) -> None:
+    multimodal = SimpleNamespace(language_model_only=False)
+    leave_untested_images_out(SimpleNamespace(architecture=architecture, multimodal_config=multimodal))
+    assert multimodal.language_model_only is texts_alone
+    leave_untested_images_out(SimpleNamespace(architecture="LlamaForCausalLM", multimodal_config=None))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.config import ModelConfig
+from kvferry.engine.vllm.model_kinds import leave_untested_images_out
 from kvferry.errors import ConfigError
 
 
@@ -49,10 +50,12 @@ def text_model_config(model_folder: str, *, hf_overrides: Mapping[str, Any] = {}
     from vllm.config import ModelConfig
 
     inspect_models_in_this_process()
-    return ModelConfig(
+    config = ModelConfig(
         model=model_folder,
         tokenizer=model_folder,
         # Texts and tokens do not depend on it, and some need a GPU, or a plugin that only engines load.
         hf_overrides={"quantization_config": None, **hf_overrides},
         **values,
     )
+    leave_untested_images_out(config)
+    return config

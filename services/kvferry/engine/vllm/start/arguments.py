@@ -205,7 +205,7 @@ def prepare_environment(config: EngineConfig, *, side_channel_port: int) -> None
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        # Of recurrent layers, if the model has any: NIXL moves states in this layout alone.
+        # NIXL moves states of recurrent layers in this layout alone.
         "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
     }
     if config.device == "cpu":
