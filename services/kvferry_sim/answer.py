@@ -1,7 +1,4 @@
-"""The simulator's model, and its parser. Each token is a hash of all tokens before it.
-
-So pulled and continued answers equal computed ones. Penalties, top_p, top_k and min_p have no effect.
-"""
+"""The simulator's model, and its parser. Each token is a hash of all tokens before it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The simulator's tiers: CPU memory, and the volumes of a keeper behind it.
-
-As in vLLM, pages pass through rows of the CPU tier. Rows are evicted least recently used first, never while in use.
-"""
+"""The simulator's tiers: CPU memory, and the volumes of a keeper behind it."""
 
 from __future__ import annotations
 

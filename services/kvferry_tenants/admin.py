@@ -190,10 +190,7 @@ class TenantAdmin:
     async def rotate_key(
         self, tenant: str, name: str, new_name: str, overlap_s: float, *, expires_unix_s: float | None = None
     ) -> str:
-        """Return a new key with the rights of an old one, which expires after `overlap_s`.
-
-        `math.inf` gives the new key no end. One for an old key that has an end must be told its own.
-        """
+        """Return a new key with the rights of an old one, which expires after `overlap_s`."""
         key, digest = make_key()
         now_unix_s = self._now_unix_s()
 

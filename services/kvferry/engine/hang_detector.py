@@ -1,7 +1,4 @@
-"""Detects a hung process, such as an engine's: it lives, has work, and nothing progresses. Pure.
-
-A step that is longer than the timeout counts as a hang; on a CPU one chunk of a prompt took 30 s.
-"""
+"""Detects a hung process, such as an engine's: it lives, has work, and nothing progresses. Pure."""
 
 from __future__ import annotations
 

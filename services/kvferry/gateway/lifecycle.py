@@ -215,15 +215,10 @@ class GatewayHost:
         self.keeper_volumes = KeeperVolumes(membership, self.residency.index, follow_over(config.worker.tls))
         gateway, models, metrics = config.gateway, self._models, self.metrics
         adapters = AdapterNames(models, config.adapters)
-        self._dispatcher = Dispatcher(
-            *(self.worker_pool, self.policy, metrics, gateway),
-            volumes=self._volumes_of,
-            may_transfer=self._may_transfer,
-        )
+        placing = (self.worker_pool, self.policy, metrics, gateway)
+        self._dispatcher = Dispatcher(*placing, volumes=self._volumes_of, may_transfer=self._may_transfer)
         self.admission = Admission(
-            gateway,
-            metrics,
-            self.readiness,
+            *(gateway, metrics, self.readiness),
             by_tenant=self.identification.requests,
             limits=(limits := self.identification.limits),
             read_tracing=lambda: self._tracing,

@@ -46,10 +46,7 @@ class FrameConnection(FrameProtocol):
         return f"<FrameConnection {peer}{' ' + self.ended.result() if self.ended.done() else ''}>"
 
     def send(self, payload: bytes) -> None:
-        """Send a payload at the end of this turn of the event loop, with the turn's others.
-
-        uvloop makes a system call of each write, and the first one that finds the worker asleep wakes it.
-        """
+        """Send a payload at the end of this turn of the event loop, with the turn's others."""
         if self.transport is not None and not self.ended.done():
             if not self._unsent:
                 self._loop.call_soon(self._flush)

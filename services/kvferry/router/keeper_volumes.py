@@ -1,8 +1,4 @@
-"""All keepers' volumes: residency and read costs.
-
-A keeper that left the registry is followed while its streams last. A shared volume is followed at each keeper, whose
-queues and distances differ.
-"""
+"""All keepers' volumes: residency and read costs."""
 
 from __future__ import annotations
 

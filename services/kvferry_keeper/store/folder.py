@@ -139,10 +139,7 @@ def lock(file: Path, *, shared: bool) -> int | None:
 
 
 def free_writer(path: Path, name: str) -> str:
-    """Return the first of `name`, `name.2` to `name.64` whose lock no process holds; `name` if all are held.
-
-    Keepers of one machine that start at the same moment may get the same one; the second then fails to open.
-    """
+    """Return the first of `name`, `name.2` to `name.64` whose lock no process holds; `name` if all are held."""
     names = [name, *(f"{name}.{number}" for number in range(2, MAX_KEEPERS_OF_A_MACHINE + 1))]
     for each in names:
         file = path / paths.TEMPORARY / f"{each}.lock"
@@ -198,10 +195,7 @@ def _has_ended(lock_file: Path) -> bool:
 
 
 def living_writers(path: Path) -> set[str]:
-    """Return the writers whose keepers, perhaps on other nodes, said of late that they live. Raises OSError.
-
-    One that was killed on this machine, where no other has the file system, is none of them.
-    """
+    """Return the writers whose keepers, perhaps on other nodes, said of late that they live. Raises OSError."""
     # Clocks of nodes may differ: all times are the volume's.
     clock = path / paths.LOCK
     clock.touch(mode=0o600)

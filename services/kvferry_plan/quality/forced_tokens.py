@@ -1,7 +1,4 @@
-"""Records next-token distributions while a request's answer is forced to be a given text: a logits processor of vLLM.
-
-The text is generated token by token, by the same steps and kernels and from the same KV pages as any answer.
-"""
+"""Records next-token distributions while a given answer is forced on a request: a logits processor of vLLM."""
 
 from __future__ import annotations
 

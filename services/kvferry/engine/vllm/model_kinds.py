@@ -1,7 +1,4 @@
-"""Models that cannot be served, and those whose pages may go to tiers; docs/user/models.md says so to users.
-
-Whether pages survive a transfer is proven when a model starts, not listed here.
-"""
+"""Models that cannot be served, and those whose pages may go to tiers; docs/user/models.md says so to users."""
 
 from __future__ import annotations
 

@@ -50,10 +50,7 @@ class WorkerAccount:
         return not (self.prefills or self.incoming or self.streams or self.arriving_pages)
 
     def prompt_tokens_at(self, reported_s: float) -> int:
-        """Return this gateway's part of the queued prompt tokens in a report that was first looked at then, or more.
-
-        Rather more: else a worker that is idle now would seem to compute for another gateway.
-        """
+        """Return this gateway's part of the queued prompt tokens in a report that was first looked at then, or more."""
         num_tokens, since_s = self.prompt_tokens, reported_s - _REPORT_AGE_S
         for ended_s, num_ended, _ in reversed(self.prompt_ends):
             if ended_s <= since_s:

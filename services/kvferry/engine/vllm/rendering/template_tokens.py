@@ -1,7 +1,4 @@
-"""Tokens of the text that a chat template puts before and after every conversation.
-
-They are the same in each prompt, and are computed once. Only text of the template is kept, none of clients.
-"""
+"""Tokens of the text that a chat template puts before and after every conversation."""
 
 from __future__ import annotations
 

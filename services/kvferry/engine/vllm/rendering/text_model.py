@@ -12,10 +12,7 @@ from kvferry.errors import ConfigError
 
 
 def use_cpu_platform() -> None:
-    """Call in a process without an engine, before anything imports vLLM.
-
-    On a node without a GPU vLLM's CUDA wheel finds no platform (`Failed to infer device type`), unless this says so.
-    """
+    """Call in a process without an engine, before anything imports vLLM."""
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
 
 

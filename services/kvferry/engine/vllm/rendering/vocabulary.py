@@ -1,7 +1,4 @@
-"""Token ids that a model's embedding has rows for. Any other id in a request ends the engine's process.
-
-A fine-tune's tokenizer may have more tokens than the embedding; vLLM takes the larger number for the vocabulary.
-"""
+"""Token ids that a model's embedding has rows for. Any other id in a request ends the engine's process."""
 
 from __future__ import annotations
 

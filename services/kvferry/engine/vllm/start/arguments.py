@@ -43,6 +43,9 @@ _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _BINDING, _UNBOUND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 
 
+_EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv", "buffer_steps": NUM_REPLAYABLE}
+
+
 def engine_arguments(
     model_folder: str,
     model: ModelConfig,
@@ -92,14 +95,7 @@ def engine_arguments(
         "mm_processor_cache_gb": 0,
         "worker_extension_cls": RELEASE_EXTENSION,
         "kv_transfer_config": kv_transfer,
-        "kv_events_config": {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": events_endpoint,
-            "topic": "kv",
-            "replay_endpoint": replay_endpoint,
-            "buffer_steps": NUM_REPLAYABLE,
-        },
+        "kv_events_config": {**_EVENTS, "endpoint": events_endpoint, "replay_endpoint": replay_endpoint},
         **{name: value for name, value in optional.items() if value is not None},
         **(lora if adapters.served else {}),
         **_arguments_of_operator(engine, keys, draft, producer=kv_transfer["kv_role"] == _PRODUCER),
