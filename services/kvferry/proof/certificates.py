@@ -88,6 +88,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
         return not self.is_final and not 0 <= age_s < AGAIN_S[self.outcome]
 
 
+@functools.lru_cache(1024)  # each request asks
 def kind_of(member: Member) -> EngineKind:
     return EngineKind(member.exchange_digest, member.device, member.version)
 
