@@ -88,9 +88,3 @@ def test_every_way_a_worker_can_be_unavailable_is_a_cause_of_the_fallback_metric
     for kind in LEAVES:
         if issubclass(kind, UnavailableError) and kind not in about_the_gateway:
             assert kind.code in FALLBACK_CAUSES
-
-
-def test_the_tree_in_the_docstring_is_the_tree() -> None:
-    assert errors.__doc__ is not None
-    for kind in tree(KvferryError):
-        assert kind.__name__ in errors.__doc__

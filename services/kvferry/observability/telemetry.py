@@ -69,6 +69,7 @@ PLACEMENT_REASONS = (
     "prefill_busy",
     "no_prefill_worker",
     "unequal_pages",
+    "unproven",
 )
 FALLBACK_CAUSES = (
     "timeout",

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from kvferry.engine.base import NO_SOURCES, EngineOutput, EngineRequest, RequestId, Sampling, TransferParams
-from kvferry.errors import KvferryError
 from kvferry.proof.verdict import NUM_ANSWERED, Distances, Logprobs, View, distance, wrong_prompts
 
 NUM_LOGPROBS = 20
@@ -18,7 +17,7 @@ _ANSWER = Sampling(max_tokens=NUM_ANSWERED, temperature=0.0, ignore_eos=True, lo
 _TOKEN = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=NUM_LOGPROBS)
 
 
-class NotComparable(KvferryError):
+class NotComparable(Exception):
     """The engines did other things than were asked for, so distances would say nothing."""
 
 

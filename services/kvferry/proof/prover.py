@@ -17,7 +17,7 @@ from kvferry.errors import EngineDead, KvferryError, Overloaded, UnavailableErro
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId, MemberKind, RecordChange, Records, RecordStore
 from kvferry.proof.certificates import FOLDER, MAX_LOST, Certificate, Certificates, EngineKind, Way, key_of, kind_of
-from kvferry.proof.measure import Answered, Ask, Measurement, answered
+from kvferry.proof.measure import Answered, Ask, Measurement, NotComparable, answered
 from kvferry.proof.verdict import Distances, Outcome, judge, prompts
 
 log = logging.getLogger(__name__)
@@ -253,8 +253,8 @@ class Prover:
             num_lost, reason = began.num_lost + 1, f"an engine was lost during the proof: {error.message}"
         except (UnavailableError, Overloaded):
             raise
-        except KvferryError as error:
-            reason = error.message
+        except (KvferryError, NotComparable) as error:
+            reason = _message(error)
         verdict = judge(measured)
         outcome = verdict.outcome
         if reason:
@@ -272,7 +272,7 @@ class Prover:
         member = subject.decode.member
         tokens = await self._read_tokens(member.pool)
         if len(set(tokens)) < MIN_TOKENS:
-            raise KvferryError(f"the text of the proof has fewer than {MIN_TOKENS} different tokens of this model")
+            raise NotComparable(f"the text of the proof has fewer than {MIN_TOKENS} different tokens of this model")
         seed = secrets.randbits(32)
         measurement = Measurement(
             self._ask(subject.prefill),
@@ -336,4 +336,6 @@ async def _until_quiet(link: WorkerLink) -> None:
 
 
 def _message(error: BaseException) -> str:
-    return error.message if isinstance(error, KvferryError) else "the engines did not answer in time"
+    if isinstance(error, TimeoutError):
+        return "the engines did not answer in time"
+    return error.message if isinstance(error, KvferryError) else str(error)
