@@ -39,7 +39,11 @@ def _never_served(vllm_config: Any) -> Iterator[str]:
         yield "models without generation (pooling, classification) are not served"
     if model.is_encoder_decoder:
         yield "encoder-decoder models are not served: requests have no inputs for an encoder"
-    if vllm_config.lora_config is not None and str(model.dtype) == "torch.float16":
+    of_pages, computed = vllm_config.cache_config.cache_dtype, str(model.dtype).removeprefix("torch.")
+    if of_pages in ("float16", "bfloat16") and of_pages != computed:
+        # No proof of a transfer sees it: one engine alone gave garbage on a CPU.
+        yield f"KV pages of type {of_pages} are not served with a model that is computed in {computed}"
+    if vllm_config.lora_config is not None and computed == "float16":
         # Products of an adapter's weights may exceed its range. The pages then hold what is no number, and whoever
         # gets a freed one next gets wrong answers: attention multiplies all rows of a page, unused ones by 0.
         yield "LoRA adapters are not served with a model that is computed in float16: set model.dtype"
