@@ -16,7 +16,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,8 +26,8 @@ from rich.progress import Progress
 
 from bench.engine_device import model_config
 from bench.machine_turn import machine_turn
+from bench.proof_models import KINDS, make
 from bench.results import BenchFailed, Results, run_benchmark
-from bench.tiny_models import make_model
 from bench.vllm_engines import VllmPair, start_pair
 from kvferry import model_folder
 from kvferry.config import ModelConfig
@@ -47,20 +47,15 @@ DAMAGES = (
     *("exchanged", "shifted", "of-another-prompt", "of-another-layer"),
     *("keys-for-values", "head-zeroed", "scale-lost", "stale"),
 )
-# Kinds of model: the default one, or one of `tiny_models`, with settings of both engines.
-KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "default": (DEFAULT_NAME, {"dtype": "float32"}),
-    "default-bfloat16": (DEFAULT_NAME, {"dtype": "bfloat16"}),
-    **{name: (name, {"dtype": "float32"}) for name in ("llama", "gemma3", "mistral", "mixtral", "granite")},
-    "qwen3-int8": ("qwen3-int8", {"dtype": "float32"}),
-}
+# Of which pages are damaged; `proof_models` has further kinds.
+DAMAGED_KINDS = ("default", "default-bfloat16", "llama", "gemma3", "mixtral", "gpt-oss", "cohere2", "llama-fp8")
 NUM_UNDAMAGED = 50  # proofs of the default model without damage
 
 
 def model_of(kind: str, scratch: Path) -> ModelConfig:
-    name, settings = KINDS[kind]
-    folder = model_folder.resolve(name) if name == DEFAULT_NAME else make_model(name, scratch / kind)
-    return model_config(path=str(folder), max_model_len=2048, dtype=settings["dtype"])
+    which = KINDS[kind]
+    folder = model_folder.resolve(which.model) if which.model == DEFAULT_NAME else make(kind, scratch / kind)
+    return model_config(path=str(folder), max_model_len=2048, dtype=which.dtype)
 
 
 def ask_of(engine: Engine) -> Ask:
@@ -127,8 +122,7 @@ async def _run_kind(
     results: Results,
     advance: Callable[[], None],
 ) -> None:
-    settings = {name: value for name, value in KINDS[kind][1].items() if name != "dtype"}
-    pair = await start_pair(model_of(kind, scratch), **settings)
+    pair = await start_pair(model_of(kind, scratch), **KINDS[kind].settings)
     try:
         for number in range(repeats):
             set_damage(file, "")
@@ -161,7 +155,7 @@ def _figures(verdict: Verdict, measured: Sequence[Distances]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--kinds", default=",".join(DAMAGED_KINDS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--undamaged", type=int, default=NUM_UNDAMAGED, help="proofs (default: %(default)s)")
     given = parser.parse_args()
     kinds = given.kinds.split(",")

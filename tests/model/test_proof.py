@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from bench.proof import DAMAGES, KINDS, damaging_connector, model_of, prove, set_damage
+from bench.proof import DAMAGED_KINDS, DAMAGES, damaging_connector, model_of, prove, set_damage
+from bench.proof_models import KINDS
 from bench.vllm_engines import VllmPair, start_pair
 from kvferry.proof.verdict import Outcome
 from support.all_models import only_with_all_models
@@ -42,11 +43,21 @@ async def test_right_pages_are_proven_and_damaged_ones_are_not(damaging_pair: Vl
 
 
 @only_with_all_models
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("default")])
+@pytest.mark.parametrize("kind", [kind for kind in DAMAGED_KINDS if not kind.startswith("default")])
 async def test_pages_of_each_kind_of_model_are_proven(kind: str, tmp_path: Path) -> None:
-    pair = await start_pair(model_of(kind, tmp_path))
+    pair = await start_pair(model_of(kind, tmp_path), **KINDS[kind].settings)
     try:
         verdict, measured = await prove(pair, 1)
     finally:
         await pair.stop()
     assert verdict.outcome is Outcome.PROVEN, (verdict, measured)
+
+
+@only_with_all_models
+async def test_latent_attention_is_not_proven_on_a_cpu(tmp_path: Path) -> None:
+    pair = await start_pair(model_of("deepseek-v2", tmp_path))
+    try:
+        verdict, measured = await prove(pair, 1)
+    finally:
+        await pair.stop()
+    assert verdict.outcome is not Outcome.PROVEN, measured

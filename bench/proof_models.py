@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.tiny_models import make_model
+from kvferry.model_folder import DEFAULT_NAME
 
 _GROUP = 32  # weights that share a scale
 
 
 @dataclass(frozen=True)
 class Kind:
-    model: str  # a name in bench/tiny_models.py
+    model: str  # a name in bench/tiny_models.py, or the default model
     dtype: str = "float32"
     settings: Mapping[str, Any] = field(default_factory=dict)  # of both engines
     four_bits: str = ""  # how weights are quantized
@@ -23,6 +24,9 @@ class Kind:
 
 # On the CPU device of vLLM 0.32.
 KINDS: Mapping[str, Kind] = {
+    "default": Kind(DEFAULT_NAME),
+    "default-bfloat16": Kind(DEFAULT_NAME, "bfloat16"),
+    **{name: Kind(name) for name in ("llama", "gemma3", "mistral", "mixtral", "granite", "qwen3-int8")},
     "gpt-oss": Kind("gpt-oss"),
     "cohere2": Kind("cohere2"),
     "deepseek-v2": Kind("deepseek-v2", "bfloat16"),
@@ -43,7 +47,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def make(kind: str, folder: Path) -> Path:
-    """Write the model, always the same."""
+    """Write the model, always the same. Not for the default one."""
     which = KINDS[kind]
     make_model(which.model, folder, which.dtype)
     if which.four_bits:
