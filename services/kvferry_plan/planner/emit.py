@@ -9,7 +9,6 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from kvferry import config as configuration
-from kvferry_plan.planner.models import WEIGHT_BYTES
 from kvferry_plan.planner.question import Question
 from kvferry_plan.planner.sizing import Candidate
 
@@ -17,7 +16,6 @@ _CPUS_PER_GPU: Final = 8
 _MEMORY_GIB_PER_GPU: Final = 64  # of a pod, without its CPU tier: engines' host memory and the loading of weights
 _CPU_NODE: Final = (32, 128)  # CPUs and GiB of a worker on a CPU node
 _GIB: Final = 1 << 30
-_SERVED_METHOD: Final = "compressed-tensors"
 _FP8_PAGES: Final = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _HUB_REVISION: Final = "COMMIT"  # placeholder
 _CLAIM_SHARE: Final = 1.05  # of the weights: tokenizer, configuration and the file system's own
@@ -38,26 +36,12 @@ def obstacles(candidate: Candidate, question: Question) -> list[str]:
             f"kvferry serves KV pages of the model's own type, {own_type}, and of 8-bit floats without scales of their "
             f"own, not in {question.kv_dtype}"
         )
-    found += _weights_obstacles(question)
     architecture = question.model.geometry.architecture
     if question.cpu_tier_bytes and question.tier_architectures and architecture not in question.tier_architectures:
         found.append(
             f"tiers keep no pages of {architecture or question.model.geometry.model_type} (docs/user/models.md)"
         )
     return found
-
-
-def _weights_obstacles(question: Question) -> list[str]:
-    model = question.model
-    method = model.geometry.quantization
-    if WEIGHT_BYTES[model.weights] < 1:
-        return [f"kvferry serves weights of 8 bits and more, not {model.weights} (docs/user/models.md)"]
-    if method and not method.startswith(_SERVED_METHOD) and not model.needs_other_checkpoint:
-        return [
-            f"kvferry serves quantized weights as compressed-tensors alone, not as {method!r} (docs/user/models.md): "
-            "serve the model unquantized, or name such a checkpoint"
-        ]
-    return []
 
 
 def configuration_of(candidate: Candidate, question: Question, *, model_path: str, served_name: str) -> dict[str, Any]:

@@ -346,11 +346,9 @@ def test_16_bits_are_cast_to_16_bits() -> None:
     assert "--dtype" not in run("llama-3.1-8b", "--gpu", "h100", "--emit", "vllm").stdout
 
 
-def test_weights_of_4_bits_are_served_by_vllm_alone() -> None:
+def test_weights_of_4_bits_are_served() -> None:
     words = ("llama-3.1-70b", "--gpu", "h100", "--context", "8192", "--weights", "int4")
-    assert not any(layout["served_by_kvferry"] for layout in planned(*words)["layouts"])
-    said = refused(*words, "--emit", "values.yaml", "--path", "owner/Llama-AWQ")
-    assert "kvferry serves weights of 8 bits and more, not int4" in said
+    assert all(layout["served_by_kvferry"] for layout in planned(*words)["layouts"])
 
 
 def test_values_of_a_hub_model_fill_a_volume_and_name_placeholders() -> None:
