@@ -18,7 +18,7 @@ from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId, MemberKind, RecordChange, Records, RecordStore
 from kvferry.proof.certificates import FOLDER, MAX_LOST, Certificate, Certificates, EngineKind, Way, key_of, kind_of
 from kvferry.proof.measure import Answered, Ask, Measurement, NotComparable, answered
-from kvferry.proof.verdict import Distances, Outcome, judge, prompts
+from kvferry.proof.verdict import MIN_PROMPT, Distances, Outcome, judge, prompts
 
 log = logging.getLogger(__name__)
 
@@ -273,6 +273,9 @@ class Prover:
         tokens = await self._read_tokens(member.pool)
         if len(set(tokens)) < MIN_TOKENS:
             raise NotComparable(f"the text of the proof has fewer than {MIN_TOKENS} different tokens of this model")
+        longest = self._longest(member.pool)
+        if longest < MIN_PROMPT:
+            raise NotComparable(f"prompts of the proof have at least {MIN_PROMPT} tokens, and the context ends before")
         seed = secrets.randbits(32)
         measurement = Measurement(
             self._ask(subject.prefill),
@@ -283,7 +286,7 @@ class Prover:
             pool=member.pool,
             adapter=subject.adapter,
         )
-        for number, prompt in enumerate(prompts(tokens, member.block_size, self._longest(member.pool), seed)):
+        for number, prompt in enumerate(prompts(tokens, member.block_size, longest, seed)):
             yield await measurement.distances(number, prompt)
 
     def _ask(self, link: WorkerLink) -> Ask:
