@@ -51,7 +51,9 @@ class _Damaging:
                 pages = self._pages()
                 right = [region[blocks[0]].clone() for region in pages]
                 damage = self._file.read_text().strip()
-                if damage:
+                if damage == "of-another-layer":
+                    _rotate_layers(pages, receiving[request_id].local_physical_block_ids)
+                elif damage:
                     self._damages()[damage](pages, blocks, before)
                 self._kept = right
         return results
@@ -75,7 +77,6 @@ class _Damaging:
             "exchanged": _exchange,
             "shifted": _shift,
             "of-another-prompt": self._replace,
-            "of-another-layer": _rotate_layers,
             "keys-for-values": _exchange_halves,
             "head-zeroed": self._zero_head,
             "scale-lost": self._scale,
@@ -118,12 +119,17 @@ def _shift(pages: Pages, blocks: Sequence[int], before: Pages) -> None:
         region[list(blocks[:-1])] = region[list(blocks[1:])]
 
 
-def _rotate_layers(pages: Pages, blocks: Sequence[int], before: Pages) -> None:
-    for block in blocks:
-        first = pages[0][block].clone()
-        for here, there in itertools.pairwise(pages):
-            here[block] = there[block]
-        pages[-1][block] = first
+def _rotate_layers(pages: Pages, groups: Sequence[Sequence[int]]) -> None:
+    """Give each layer the pages of the next one. Layers of other groups have other blocks, perhaps of the same region."""
+    places = [
+        [(region, int(block)) for region in pages for block in same] for same in zip(*groups, strict=False)
+    ]  # by page
+    for layers in places:
+        first = layers[0][0][layers[0][1]].clone()
+        for (here, block), (there, other) in itertools.pairwise(layers):
+            here[block] = there[other]
+        last, block = layers[-1]
+        last[block] = first
 
 
 def _exchange_halves(pages: Pages, blocks: Sequence[int], before: Pages) -> None:
