@@ -120,10 +120,8 @@ def _shift(pages: Pages, blocks: Sequence[int], before: Pages) -> None:
 
 
 def _rotate_layers(pages: Pages, groups: Sequence[Sequence[int]]) -> None:
-    """Give each layer the pages of the next one. Layers of other groups have other blocks, perhaps of the same region."""
-    places = [
-        [(region, int(block)) for region in pages for block in same] for same in zip(*groups, strict=False)
-    ]  # by page
+    """Give each layer the page of the next one. Layers of other groups have other blocks, perhaps of one region."""
+    places = [[(region, int(block)) for region in pages for block in same] for same in zip(*groups, strict=False)]
     for layers in places:
         first = layers[0][0][layers[0][1]].clone()
         for (here, block), (there, other) in itertools.pairwise(layers):

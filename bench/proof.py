@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import os
 import platform
 import sys
@@ -98,7 +99,9 @@ def set_damage(file: Path, damage: str) -> None:
     file.write_text(damage)
 
 
-async def run(kinds: Sequence[str], num_undamaged: int, results: Results, progress: Progress) -> None:
+async def run(
+    kinds: Sequence[str], damages: Sequence[str], num_undamaged: int, results: Results, progress: Progress
+) -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     results.add({"machine": machine})
     totals = {"damaged": 0, "certified_though_damaged": 0, "undamaged": 0, "false_alarms": 0}
@@ -106,8 +109,9 @@ async def run(kinds: Sequence[str], num_undamaged: int, results: Results, progre
     with tempfile.TemporaryDirectory() as scratch, damaging_connector(file := Path(scratch) / "damage"):
         for kind in kinds:
             repeats = num_undamaged if kind == "default" else 1
-            task = progress.add_task(kind, total=len(DAMAGES) + repeats)
-            await _run_kind(kind, Path(scratch), file, repeats, totals, results, lambda: progress.advance(task))  # noqa: B023
+            task = progress.add_task(kind, total=len(damages) + repeats)
+            advance = functools.partial(progress.advance, task)
+            await _run_kind(kind, Path(scratch), file, damages, repeats, totals, results, advance)
     results.add({**totals, "seconds": round(time.monotonic() - begun_s, 1)})
     if totals["certified_though_damaged"] or totals["false_alarms"]:
         raise BenchFailed("damages were not found, or there were false alarms")
@@ -117,6 +121,7 @@ async def _run_kind(
     kind: str,
     scratch: Path,
     file: Path,
+    damages: Sequence[str],
     repeats: int,
     totals: dict[str, int],
     results: Results,
@@ -132,7 +137,7 @@ async def _run_kind(
             if not number or verdict.outcome is not Outcome.PROVEN:
                 results.add({f"{kind}": _figures(verdict, measured)})
             advance()
-        for number, damage in enumerate(DAMAGES):
+        for number, damage in enumerate(damages):
             set_damage(file, damage)
             verdict, measured = await prove(pair, 1000 + number)
             totals["damaged"] += 1
@@ -156,16 +161,17 @@ def _figures(verdict: Verdict, measured: Sequence[Distances]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kinds", default=",".join(DAMAGED_KINDS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--damages", default=",".join(DAMAGES), help="likewise; may be empty (default: %(default)s)")
     parser.add_argument("--undamaged", type=int, default=NUM_UNDAMAGED, help="proofs (default: %(default)s)")
     given = parser.parse_args()
-    kinds = given.kinds.split(",")
+    kinds, damages = given.kinds.split(","), [damage for damage in given.damages.split(",") if damage]
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"--kinds: there is no kind {unknown[0]!r}; there are {', '.join(KINDS)}")
     console = Console(stderr=True)
 
     def measure(results: Results) -> None:
         with machine_turn(console), Progress(console=console) as progress:
-            asyncio.run(run(kinds, given.undamaged, results, progress))
+            asyncio.run(run(kinds, damages, given.undamaged, results, progress))
 
     return run_benchmark("bench-proof", measure)
 
