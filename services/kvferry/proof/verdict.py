@@ -132,13 +132,14 @@ def prompts(tokens: Sequence[int], block_size: int, longest: int, seed: int) -> 
 
 
 def wrong_prompts(prompt: Sequence[int], block_size: int, tokens: Sequence[int], seed: int) -> list[list[int]]:
-    """Return prompts whose pages are wrong for `prompt`: one token differs; two whole pages are exchanged."""
+    """Return prompts whose pages are wrong for `prompt`: one token differs, or all of the last page."""
     draw = random.Random(seed)
-    end = (len(prompt) - 1) // block_size * block_size  # of the whole pages; the engine computes the last token itself
-    place = (end or len(prompt) - 1) - 2
-    one_token = list(prompt)
-    one_token[place] = draw.choice([each for each in tokens if each != prompt[place]])
-    if end < 2 * block_size:
-        return [one_token]
-    first, second = end - 2 * block_size, end - block_size
-    return [one_token, [*prompt[:first], *prompt[second:end], *prompt[first:second], *prompt[end:]]]
+    whole = (len(prompt) - 1) // block_size * block_size
+    end = whole or len(prompt) - 1  # of what is transferred: the engine computes the last token itself
+    found = []
+    for places in ([end - 2], range(max(0, end - block_size), end)):
+        wrong = list(prompt)
+        for place in places:
+            wrong[place] = draw.choice([each for each in tokens if each != prompt[place]])
+        found.append(wrong)
+    return found
