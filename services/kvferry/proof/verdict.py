@@ -22,6 +22,7 @@ CONTROL_FACTOR = 2.0  # how far beyond the limit each control has to be
 
 NUM_ANSWERED = 2  # tokens of each answer
 MIN_PROMPT = 8  # tokens
+FARTHEST = 1e6  # distance at most, as that from what is no number: JSON has no inf
 
 Logprobs = Mapping[int, float]  # natural logarithms by token id, of one position
 
@@ -57,7 +58,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def distance(own: Sequence[Logprobs], other: Sequence[Logprobs]) -> float:
-    """Return the mean difference at the likeliest tokens of `own`, in natural logarithms; inf where one is no number.
+    """Return the mean difference at the likeliest tokens of `own`, in natural logarithms, FARTHEST at most.
 
     A token that `other` does not name counts as its least likely one.
     """
@@ -67,7 +68,7 @@ def distance(own: Sequence[Logprobs], other: Sequence[Logprobs]) -> float:
         likeliest = sorted(here, key=here.__getitem__, reverse=True)[:NUM_LIKELIEST]
         differences += [abs(here[token] - there.get(token, least)) for token in likeliest]
     mean = sum(differences) / len(differences) if differences else math.inf
-    return mean if math.isfinite(mean) else math.inf
+    return FARTHEST if math.isnan(mean) else min(mean, FARTHEST)
 
 
 def judge(measured: Sequence[Distances]) -> Verdict:
