@@ -122,7 +122,7 @@ class Certificates:
                 unsigned = structs.replace(certificate, signature="")
                 if certificate.key != name:
                     why = "it is of other engines than its name says"
-                elif not hmac.compare_digest(certificate.signature, self._signature(unsigned)):
+                elif not hmac.compare_digest(certificate.signature.encode(), self._signature(unsigned).encode()):
                     why = "its signature is not that of this cluster (gateway.salt_secret_file)"
                 else:
                     return certificate

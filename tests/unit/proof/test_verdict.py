@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -189,7 +190,7 @@ def test_prompts_have_tokens_of_the_text_and_differ_with_the_seed() -> None:
     assert {token for each in made for token in each} <= set(tokens)
     assert made == prompts(tokens, 16, 161, 7)
     assert made != prompts(tokens, 16, 161, 8)
-    follows = [[second == first + 1 for first, second in zip(each, each[1:], strict=False)] for each in made]
+    follows = [[second == first + 1 for first, second in itertools.pairwise(each)] for each in made]
     assert all(sum(each) > len(each) / 2 for each in follows[::2]), "pieces of the text"
     assert all(sum(each) < len(each) / 2 for each in follows[1::2]), "tokens in any order"
 
