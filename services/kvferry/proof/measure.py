@@ -31,12 +31,17 @@ class Answered:
 Ask = Callable[[EngineRequest], Awaitable[Answered]]
 
 
-def answered(outputs: Sequence[EngineOutput]) -> Answered:
-    """`outputs` are all those of one request. Raises NotComparable where log-probabilities are missing."""
+def answered(request: EngineRequest, outputs: Sequence[EngineOutput]) -> Answered:
+    """`outputs` are all those of the request. Raises NotComparable where log-probabilities are missing."""
     tokens = [token for output in outputs for token in output.token_ids]
     logprobs = [
         {each.token_id: each.logprob for each in position} for output in outputs for position in output.logprobs or ()
     ]
+    if request.sampling.logprobs and not len(tokens) == len(logprobs) == request.sampling.max_tokens:
+        raise NotComparable(
+            f"an engine answered {len(tokens)} tokens and {len(logprobs)} log-probabilities where "
+            f"{request.sampling.max_tokens} were asked for"
+        )
     return Answered(tokens, logprobs, outputs[-1])
 
 

@@ -299,7 +299,7 @@ class Prover:
                     await remote.wait()
             finally:
                 remote.cancel()
-            return answered(outputs)
+            return answered(request, outputs)
 
         return ask
 
