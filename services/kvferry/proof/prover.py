@@ -143,6 +143,8 @@ class Prover:
                 while (subject := self._next()) is not None:
                     await self._prove(subject)
             except Exception as error:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    return  # the claim could not be given back
                 pause_s = min(RECHECK_S, RETRY_S * 2**num_failures)
                 num_failures = min(num_failures + 1, 10)
                 if isinstance(error, KvferryError | TimeoutError):
