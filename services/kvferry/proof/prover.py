@@ -230,9 +230,17 @@ class Prover:
             result = structs.replace(began, reason=f"the proof could not be made: {_message(error)}")
             raise
         finally:
-            record = await self._store.read(f"{FOLDER}/{key}")
-            await self._write(result, record.revision if record is not None else 0)
-        await asyncio.to_thread(self._certificates.keep, result)
+            is_written = await self._conclude(result)
+        if is_written:
+            await asyncio.to_thread(self._certificates.keep, result)
+
+    async def _conclude(self, result: Certificate) -> bool:
+        # Meanwhile the claim may have been taken over, or deleted to have it proven anew.
+        record = await self._store.read(f"{FOLDER}/{result.key}")
+        claim = self._certificates.decode(result.key, record.value) if record is not None else None
+        if record is None or claim is None or claim.claimed_by != self._gateway_id:
+            return False
+        return await self._write(result, record.revision)
 
     async def _write(self, certificate: Certificate, revision: int) -> bool:
         value = self._certificates.encode(certificate)
