@@ -258,8 +258,8 @@ class Prover:
                 async for distances in self._measure(subject):
                     measured += distances
         except (WorkerLost, EngineDead) as error:
-            if isinstance(error, WorkerLost) and not error.has_vanished:
-                raise  # it was drained, or this gateway ends
+            if error.is_blameless if isinstance(error, EngineDead) else not error.has_vanished:
+                raise  # another request is suspect; or the worker was drained, or this gateway ends
             num_lost, reason = began.num_lost + 1, f"an engine was lost during the proof: {error.message}"
         except (UnavailableError, Overloaded):
             raise
