@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from msgspec import structs
@@ -175,15 +175,17 @@ class Prover:
             await asyncio.sleep(RETRY_S)
 
     def _apply(self, change: RecordChange) -> None:
+        values: Mapping[str, bytes | None]
         if isinstance(change, Records):
-            self._known = {}
-            for name, value in change.by_name.items():
+            values = {**dict.fromkeys(self._known), **change.by_name}
+        else:
+            values = {change.name: change.value}
+        for name, value in values.items():
+            if value is not None:
                 self._learn(name, value)
-        elif change.value is not None:
-            self._learn(change.name, change.value)
-        elif self._known.pop(change.name, None) is not None:
-            # An operator wants it proven again.
-            self._certificates.drop(change.name)
+            elif self._known.pop(name, None) is not None:
+                # An operator wants it proven again.
+                self._certificates.drop(name)
 
     def _learn(self, name: str, value: bytes) -> None:
         certificate = self._certificates.decode(name, value)
