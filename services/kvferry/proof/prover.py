@@ -120,10 +120,12 @@ class Prover:
                     found.setdefault(subject.key, subject)
         return list(found.values())
 
-    def _next(self) -> Subject | None:
+    def _next(self, failed: Collection[str]) -> Subject | None:
         now_unix_s, now_s = time.time(), time.monotonic()
         for subject in self._subjects():
             known = self._known.get(subject.key)
+            if subject.key in failed:
+                continue
             if known is None:
                 return subject
             if known.claimed_by and known.claimed_by != self._gateway_id:
@@ -139,18 +141,21 @@ class Prover:
         num_failures = 0
         while True:
             self._changed.clear()
-            try:
-                while (subject := self._next()) is not None:
+            pause_s = min(RECHECK_S, RETRY_S * 2**num_failures)
+            failed: set[str] = set()  # others are not held up
+            while (subject := self._next(failed)) is not None:
+                try:
                     await self._prove(subject)
-            except Exception as error:
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    return  # the claim could not be given back
-                pause_s = min(RECHECK_S, RETRY_S * 2**num_failures)
+                except Exception as error:
+                    if (task := asyncio.current_task()) is not None and task.cancelling():
+                        return  # the claim could not be given back
+                    failed.add(subject.key)
+                    if isinstance(error, KvferryError | TimeoutError):
+                        log.warning("no proof of %s now, again in %.0f s: %s", subject, pause_s, _message(error))
+                    else:
+                        log.exception("a proof failed; again in %.0f s", pause_s)
+            if failed:
                 num_failures = min(num_failures + 1, 10)
-                if isinstance(error, KvferryError | TimeoutError):
-                    log.warning("no proof now, again in %.0f s: %s", pause_s, _message(error))
-                else:
-                    log.exception("a proof failed; again in %.0f s", pause_s)
                 await asyncio.sleep(pause_s)
                 continue
             num_failures = 0
