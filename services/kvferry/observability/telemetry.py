@@ -134,7 +134,6 @@ TENANT_TOKEN_KINDS = ("prompt", "cached", "generated")
 # Names of `tenancy.outcome.Cause` and `Refusal`.
 EVICTION_CAUSES = ("expired", "ended", "over_cap", "borrowed", "own")
 EVICTION_REFUSALS = ("limit", "no_room")
-PROOF_WAYS = ("transfer", "transfer-with-adapter")
 BREAKER_STATES = ("closed", "open", "half_open")
 DIRECTIONS = ("read", "write")
 JOBS = ("load", "store")
@@ -152,7 +151,10 @@ _WORKER = Label("worker", "the worker's id")
 _ROLE = Label("role", "the worker's role, `prefill` or `decode`")
 _OF_WORKER = (_WORKER, _ROLE)
 _POOL = Label("pool", "the workers' pool, an entry of `models`, or `default`")
-_WAY = Label("way", "what is transferred: pages, or pages computed with an adapter", PROOF_WAYS)
+# Without values: a way that no workers have is not at 0, which is unproven.
+_WAY = Label(
+    "way", "what is transferred: pages (`transfer`), or pages computed with an adapter (`transfer-with-adapter`)"
+)
 _SOURCE = Label(
     "source",
     "the source of the tokens' KV, as vLLM calls it; `external_kv_transfer`: a KV transfer, the CPU tier or a volume",
