@@ -26,7 +26,7 @@ def entry(place: int, token: int) -> Any:
 
 @dataclass
 class FakeEngine:
-    """Has a prefix cache by salt, of whole pages, as vLLM: it looks the last token of a prompt up never."""
+    """Has a prefix cache by salt, of whole pages, as vLLM: it never looks up the last token of a prompt."""
 
     block_size: int
     noise: float = 0.0
@@ -95,6 +95,12 @@ class FakePair:
         self.prefill, self.decode = (FakeEngine(self.block_size, self.noise) for _ in range(2))
 
     async def ask_prefill(self, request: EngineRequest) -> Answered:
+        return answered(request, self.prefill_outputs(request))
+
+    async def ask_decode(self, request: EngineRequest) -> Answered:
+        return answered(request, self.decode_outputs(request))
+
+    def prefill_outputs(self, request: EngineRequest) -> list[EngineOutput]:
         self.prefill.requests.append(request)
         tokens = request.prompt_token_ids
         held = self.prefill.held(request.cache_salt, tokens)
@@ -103,16 +109,16 @@ class FakePair:
         self.kept.append([entry(place, token) for place, token in enumerate(tokens)])
         if self.keeps:
             outputs[-1].transfer_params = {"number": len(self.kept) - 1}
-        return answered(request, outputs)
+        return outputs
 
-    async def ask_decode(self, request: EngineRequest) -> Answered:
+    def decode_outputs(self, request: EngineRequest) -> list[EngineOutput]:
         self.decode.requests.append(request)
         assert not request.keep_for_transfer
         tokens = list(request.prompt_token_ids)
         if request.transfer_params is None:
             held = self.decode.held(request.cache_salt, tokens)
             sources = PromptSources(len(tokens) - len(held), len(held))
-            return answered(request, self.decode.answer(request, held, sources))
+            return self.decode.answer(request, held, sources)
         assert not self.decode.held(request.cache_salt, tokens), "the engine would not pull what it holds"
         pulled: Entries = []
         if self.pulls:
@@ -120,7 +126,7 @@ class FakePair:
             pulled = self.damage(list(self.kept[number]), self.block_size, self.kept[number - 1])[: len(tokens) - 1]
         says_pulled = self.pulls if self.says_pulled is None else self.says_pulled
         sources = PromptSources(0, 0, len(tokens)) if says_pulled else PromptSources(len(tokens))
-        return answered(request, self.decode.answer(request, pulled, sources, is_kept=self.caches_pulled))
+        return self.decode.answer(request, pulled, sources, is_kept=self.caches_pulled)
 
     def measurement(self, **values: Any) -> Measurement:
         known: dict[str, Any] = {"block_size": self.block_size, "tokens": TOKENS, "name": "proof-1"}
