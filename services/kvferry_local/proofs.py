@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvferry.config import ClusterConfig, entry_of
+from kvferry.config import ClusterConfig, entry_of, is_of_entry
 from kvferry.errors import LocalError
 from kvferry.gateway.identity.tenants import read_secret
 from kvferry.membership.base import Member, MemberKind, Record
@@ -64,24 +63,28 @@ def proofs_of(
     config: ClusterConfig, members: Collection[Member], records: Mapping[str, Record]
 ) -> tuple[ProofStatus, ...]:
     """Return one for each kind of way between the members that has to be proven."""
-    if why_none(config):
-        return ()
     file = config.gateway.salt_secret_file
     certificates = Certificates(None, read_secret(file) if file is not None and file.exists() else b"")
     found: dict[str, ProofStatus] = {}
     for prefill, decode in _pairs(members):
-        key = key_of(kind_of(prefill), kind_of(decode), Way.TRANSFER)
-        record = records.get(key)
-        known = certificates.decode(key, record.value) if record is not None else None
-        found.setdefault(key, _status(key, prefill, decode, known))
+        if not _is_wanted(config, decode.pool):
+            continue
+        for way in Way:
+            key = key_of(kind_of(prefill), kind_of(decode), way)
+            record = records.get(key)
+            known = certificates.decode(key, record.value) if record is not None else None
+            if known is not None or way is Way.TRANSFER:  # which workers have adapters, gateways know
+                found.setdefault(key, _status(key, way, prefill, decode, known))
     return tuple(found.values())
 
 
-def why_none(config: ClusterConfig) -> str:
-    """Return why nothing is proven in a cluster, or an empty string."""
-    if config.engine.kind == "sim":
-        return "simulated engines have no pages to prove anything of"
-    return "engine.proof is off" if config.engine.proof == "off" else ""
+def _is_wanted(config: ClusterConfig, pool: str) -> bool:
+    name = entry_of(pool)
+    try:
+        engine = (config.of_model(name) if is_of_entry(pool) else config).engine_of("decode", name)
+    except KeyError:
+        return True  # of a configuration before or after this one
+    return engine.needs_proof != "off"
 
 
 def _pairs(members: Collection[Member]) -> Iterator[tuple[Member, Member]]:
@@ -92,13 +95,13 @@ def _pairs(members: Collection[Member]) -> Iterator[tuple[Member, Member]]:
                 yield prefill, decode
 
 
-def _status(key: str, prefill: Member, decode: Member, known: Certificate | None) -> ProofStatus:
+def _status(key: str, way: Way, prefill: Member, decode: Member, known: Certificate | None) -> ProofStatus:
     outcome = PENDING
     if known is not None:
         outcome = UNDER_WAY if known.claimed_by and known.outcome is not Outcome.PROVEN else known.outcome.value
     return ProofStatus(
         key=key,
-        way=Way.TRANSFER.value,
+        way=way.value,
         pool=entry_of(decode.pool),
         model=decode.model.rpartition("/")[2],
         prefill_device=prefill.device,
@@ -119,12 +122,9 @@ async def prove(config: ClusterConfig, *, again: bool, timeout_s: float) -> tupl
 
     Raises UnavailableError without etcd, LocalError where nothing is proven, or not in time.
     """
-    if why := why_none(config):
-        raise LocalError(why)
     membership = EtcdMembership(config.membership)
     try:
         async with asyncio.timeout(timeout_s):
-            begun_s = time.time() if again else 0.0
             if again:
                 for key in {each.key for each in await _read(config, membership)}:
                     record = await membership.records.read(f"{FOLDER}/{key}")
@@ -132,7 +132,7 @@ async def prove(config: ClusterConfig, *, again: bool, timeout_s: float) -> tupl
                         await membership.records.write(f"{FOLDER}/{key}", None, record.revision)
             while True:
                 found = await _read(config, membership)
-                if all(each.outcome not in (PENDING, UNDER_WAY) and each.unix_s >= begun_s for each in found):
+                if all(each.outcome not in (PENDING, UNDER_WAY) and each.unix_s > 0 for each in found):
                     return found
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:

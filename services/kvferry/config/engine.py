@@ -73,6 +73,11 @@ class EngineConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)  # variables of vLLM, as VLLM_LOGGING_LEVEL
 
+    @property
+    def needs_proof(self) -> str:
+        """`proof`, of engines that have real pages."""
+        return "off" if self.kind == "sim" else self.proof
+
     @model_validator(mode="after")
     def _block_size_fits_cpu_attention(self) -> EngineConfig:
         if self.kind == "vllm" and self.device == "cpu" and self.block_size % 32:

@@ -136,7 +136,7 @@ class GatewayModel:
 
 
 def _proof_of(engine: EngineConfig) -> Proof:
-    return Proof.OFF if engine.kind == "sim" else Proof(engine.proof)
+    return Proof(engine.needs_proof)
 
 
 class Route(msgspec.Struct, frozen=True):
