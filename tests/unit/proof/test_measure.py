@@ -87,7 +87,7 @@ class FakePair:
     damage: Damage = lambda entries, block_size, before: entries
     keeps: bool = True  # the prefill engine
     pulls: bool = True  # the decode engine; else it computes prompts itself
-    caches_pulled: bool = True
+    caches_pulled: Callable[[str], bool] = lambda salt: True
     says_pulled: bool | None = None  # None: what is true
     kept: list[Entries] = field(default_factory=list)
 
@@ -126,7 +126,7 @@ class FakePair:
             pulled = self.damage(list(self.kept[number]), self.block_size, self.kept[number - 1])[: len(tokens) - 1]
         says_pulled = self.pulls if self.says_pulled is None else self.says_pulled
         sources = PromptSources(0, 0, len(tokens)) if says_pulled else PromptSources(len(tokens))
-        return self.decode.answer(request, pulled, sources, is_kept=self.caches_pulled)
+        return self.decode.answer(request, pulled, sources, is_kept=self.caches_pulled(request.cache_salt))
 
     def measurement(self, **values: Any) -> Measurement:
         known: dict[str, Any] = {"block_size": self.block_size, "tokens": TOKENS, "name": "proof-1"}
@@ -236,10 +236,11 @@ async def test_an_engine_that_computes_the_prompt_and_says_that_it_pulled_pages_
     assert judge(await FakePair(pulls=False, says_pulled=True).distances()).outcome is Outcome.UNDECIDED
 
 
-async def test_pages_that_are_not_held_after_the_transfer_are_not_compared() -> None:
+@pytest.mark.parametrize("which", ["", "-transferred", "-wrong-0", "-wrong-1"])
+async def test_pages_that_are_not_held_after_the_transfer_are_not_compared(which: str) -> None:
     # What the engine computes from its own pages would be at distance 0.
     with pytest.raises(NotComparable, match="held"):
-        await FakePair(caches_pulled=False).distances()
+        await FakePair(caches_pulled=lambda salt: which not in salt).distances()
 
 
 async def test_an_engine_without_a_prefix_cache_is_measured_by_the_transfer_alone(

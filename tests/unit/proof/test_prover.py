@@ -298,9 +298,12 @@ async def test_a_kept_result_that_is_due_is_not_used(
     cluster: Cluster, workers: Workers, tmp_path: Path, values: dict[str, Any]
 ) -> None:
     Certificates(tmp_path).keep(a_certificate(workers, **values))
-    async with cluster.gateway(cache=tmp_path):
-        await cluster.ends(Outcome.PROVEN)
-    assert workers.requests
+    gate = workers.decode[0].gate = asyncio.Event()
+    async with cluster.gateway(cache=tmp_path) as prover:
+        await until(lambda: bool(workers.requests), within_s=SOON_S)
+        assert not is_proven(prover, workers)
+        gate.set()
+        await until(lambda: is_proven(prover, workers), within_s=SOON_S)
     assert cluster.record.gateway == "g"
 
 
@@ -373,9 +376,11 @@ async def test_a_claim_of_a_gateway_that_is_gone_is_taken_over(
     assert cluster.record.gateway == "g"
 
 
-async def test_an_own_claim_is_gone_on_with_at_once(cluster: Cluster, workers: Workers) -> None:
+@pytest.mark.parametrize("unix_s", [0.0, None])
+async def test_an_own_claim_is_gone_on_with_at_once(cluster: Cluster, workers: Workers, unix_s: float | None) -> None:
     # The result of the proof before could not be written.
-    cluster.write(a_certificate(workers, outcome=Outcome.UNDECIDED, unix_s=0.0, claimed_by="g"))
+    unix_s = time.time() if unix_s is None else unix_s
+    cluster.write(a_certificate(workers, outcome=Outcome.UNDECIDED, unix_s=unix_s, claimed_by="g"))
     async with cluster.gateway():
         await cluster.ends(Outcome.PROVEN)
 
@@ -590,6 +595,8 @@ async def test_adapters_that_both_have_are_a_way_of_their_own(workers: Workers, 
 
 async def test_workers_that_exchange_no_pages_or_need_no_proof_are_left_alone(workers: Workers) -> None:
     in_pool = Workers(pool="off")
+    for link in in_pool.links:
+        link.member = structs.replace(link.member, exchange_digest="off")
     unequal = Workers(pool="unequal")
     unequal.decode[0].member = structs.replace(unequal.decode[0].member, exchange_digest="f")
     cluster = Cluster([workers, in_pool, unequal], wanted=lambda pool: pool != "off")
