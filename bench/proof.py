@@ -49,7 +49,7 @@ DAMAGES = (
     *("keys-for-values", "head-zeroed", "scale-lost", "stale"),
 )
 # Of which pages are damaged; `proof_models` has further kinds.
-DAMAGED_KINDS = ("default", "default-bfloat16", "llama", "gemma3", "mistral", "gpt-oss", "cohere2", "llama-fp8")
+DAMAGED_KINDS = ("default", "default-bfloat16", "llama", "gemma3", "mistral", "gpt-oss", "llama-fp8")
 NUM_UNDAMAGED = 50  # proofs of the default model without damage
 
 

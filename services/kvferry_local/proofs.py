@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -125,6 +126,7 @@ async def prove(config: ClusterConfig, *, again: bool, timeout_s: float) -> tupl
     membership = EtcdMembership(config.membership)
     try:
         async with asyncio.timeout(timeout_s):
+            begun_s = time.time() if again else 0.0
             if again:
                 for key in {each.key for each in await _read(config, membership)}:
                     record = await membership.records.read(f"{FOLDER}/{key}")
@@ -132,7 +134,7 @@ async def prove(config: ClusterConfig, *, again: bool, timeout_s: float) -> tupl
                         await membership.records.write(f"{FOLDER}/{key}", None, record.revision)
             while True:
                 found = await _read(config, membership)
-                if all(each.outcome not in (PENDING, UNDER_WAY) and each.unix_s > 0 for each in found):
+                if all(each.outcome not in (PENDING, UNDER_WAY) and each.unix_s >= begun_s for each in found):
                     return found
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:

@@ -16,7 +16,17 @@ from kvferry.engine.base import EngineOutput, EngineRequest
 from kvferry.errors import EngineDead, KvferryError, Overloaded, UnavailableError, WorkerLost
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId, MemberKind, RecordChange, Records, RecordStore
-from kvferry.proof.certificates import FOLDER, MAX_LOST, Certificate, Certificates, EngineKind, Way, key_of, kind_of
+from kvferry.proof.certificates import (
+    AGAIN_S,
+    FOLDER,
+    MAX_LOST,
+    Certificate,
+    Certificates,
+    EngineKind,
+    Way,
+    key_of,
+    kind_of,
+)
 from kvferry.proof.measure import Answered, Ask, Measurement, NotComparable, answered
 from kvferry.proof.verdict import MIN_PROMPT, Distances, Outcome, judge, prompts
 
@@ -215,9 +225,7 @@ class Prover:
             await self._write(kept, record.revision if record is not None else 0)
             log.info("%s is %s, as an earlier start found", subject, kept.outcome)
             return
-        began = (
-            _unproven(subject, "the proof is under way") if before is None else structs.replace(before, claimed_by="")
-        )
+        began = _unproven(subject, PENDING) if before is None else structs.replace(before, claimed_by="")
         claim = structs.replace(began, claimed_by=self._gateway_id)
         if not await self._write(claim, record.revision if record is not None else 0):
             return  # another gateway was first
@@ -225,8 +233,13 @@ class Prover:
         begun_s = time.monotonic()
         result = began  # which is due again at once, where the proof fails for a reason that passes
         try:
+            result = await self._result(subject, began)
+            if began.outcome is Outcome.PROVEN and result.outcome is Outcome.UNDECIDED and not result.num_lost:
+                # Workers may have been too busy. What was proven holds, and is proven again soon.
+                result = structs.replace(began, unix_s=time.time() - AGAIN_S[began.outcome] + AGAIN_S[result.outcome])
+                return
             result = structs.replace(
-                await self._result(subject, began),
+                result,
                 gateway=self._gateway_id,
                 model=subject.decode.member.model.rpartition("/")[2],
                 unix_s=time.time(),

@@ -246,8 +246,7 @@ class RequestPlacer:
                 # Their queues are priced all the same: the decode worker may be cheaper.
                 prefill, has_full_prefill = full, True
             if prefill and not (prefill := self._proven(prefill, decode)):
-                has_full_prefill, why_no_prefill = False, Reason.UNPROVEN
-                run.record.unequal_pages = NOT_PROVEN
+                why_no_prefill = Reason.UNPROVEN
         began_ns = time.perf_counter_ns()
         now_s = time.monotonic()
         to_place = _placement_request(self._answer, decode[0].member.block_size, next(router.attempt_numbers))
@@ -270,6 +269,7 @@ class RequestPlacer:
             self.release_kept()
             run.record.reason = placement.reason.value
             router.metrics.placements[placement.reason].inc()
+            run.record.unequal_pages = NOT_PROVEN if placement.reason is Reason.UNPROVEN else ""
             if placement.reason is Reason.UNEQUAL_PAGES:
                 chosen = next(each.member for each in decode if each.member_id == placement.decode)
                 run.record.unequal_pages = why_unequal(prefill[0].member, chosen)
