@@ -48,7 +48,7 @@ DAMAGES = (
     *("exchanged", "shifted", "of-another-prompt", "of-another-layer"),
     *("keys-for-values", "head-zeroed", "scale-lost", "stale"),
 )
-# Of which pages are damaged; `proof_models` has further kinds.
+# Kinds with damaged pages; `proof_models` has others.
 DAMAGED_KINDS = ("default", "default-bfloat16", "llama", "gemma3", "mistral", "gpt-oss", "llama-fp8")
 NUM_UNDAMAGED = 50  # proofs of the default model without damage
 

@@ -69,10 +69,10 @@ def test_a_way_is_pending_under_way_or_has_a_result() -> None:
 
 
 def test_a_line_says_devices_and_distances_and_why_not() -> None:
-    (proven,) = of(a_certificate(reason="not shown"))
+    (proven,) = of(a_certificate(reason="left out"))
     line = proven.line()
     assert all(text in line for text in ("proven", "a device", "0.5", "2"))
-    assert "not shown" not in line
+    assert "left out" not in line
     (refuted,) = of(a_certificate(outcome=Outcome.REFUTED, reason="it is far away"))
     assert "it is far away" in refuted.line()
     other = a_member(MemberKind.DECODE, "another device", pool="fast")
