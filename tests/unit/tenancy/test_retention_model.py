@@ -244,13 +244,15 @@ class RetentionMachine(RuleBasedStateMachine):
             self.expect(victim, cause, expected, demander=tenant)
             if cause is not Cause.EXPIRED:
                 assert room >= 1
-        ghosts = self.model.ghosts.setdefault(tenant, [])
-        reuses = next((ghost[1] + 1 for ghost in ghosts if ghost[0] == key), 0)
-        assert result.page.reuses == reuses
-        ghosts[:] = [ghost for ghost in ghosts if ghost[0] != key]
-        self.model.pages.append(ModelPage(result.page, tenant, key, self.now_s, reuses))
+        stored = ModelPage(result.page, tenant, key, self.now_s, 0)
+        self.model.pages.append(stored)
         for gone, _ in result.victims:
             self.model.remove(self.of(gone), is_evicted=True)
+        # After the victims, whose ghosts may have been one too many.
+        ghosts = self.model.ghosts.setdefault(tenant, [])
+        stored.reuses = next((ghost[1] + 1 for ghost in ghosts if ghost[0] == key), 0)
+        assert result.page.reuses == stored.reuses
+        ghosts[:] = [ghost for ghost in ghosts if ghost[0] != key]
 
     def expect(self, victim: ModelPage, cause: Cause, expected: tuple[Cause, float], demander: str | None) -> None:
         expected_cause, score = expected
