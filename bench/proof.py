@@ -62,7 +62,7 @@ def model_of(kind: str, scratch: Path) -> ModelConfig:
 def ask_of(engine: Engine) -> Ask:
     async def ask(request: EngineRequest) -> Answered:
         outputs: list[EngineOutput] = [output async for output in engine.generate(request)]
-        return answered(outputs)
+        return answered(request, outputs)
 
     return ask
 

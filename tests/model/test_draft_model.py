@@ -34,7 +34,7 @@ from kvferry.engine.base import (
     TierHints,
 )
 from kvferry.engine.vllm.engine import VllmEngine
-from kvferry.errors import ConfigError, InvalidRequest, UnsupportedEngine
+from kvferry.errors import ConfigError, InvalidRequest
 from kvferry.tenancy.namespace import Namespace
 from support.all_models import ALL_MODELS, only_with_all_models
 from support.tier_chunks import chunk_files
@@ -304,21 +304,6 @@ async def test_another_draft_model_gives_the_same_answers(world: World, tmp_path
         assert dict(pair.decode.info.exchange) != dict(world.pair.decode.info.exchange)
     finally:
         await pair.stop()
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("gemma3", "a draft model and a sliding window"), ("qwen3-int8", "a draft model and quantized weights")],
-)
-async def test_other_draft_models_are_refused(world: World, tmp_path: Path, kind: str, reason: str) -> None:
-    model = model_config(path=str(world.target), max_model_len=MAX_MODEL_LEN)
-    config = engine_config("decode", args=drafts_of(make_model(kind, tmp_path / "draft")))
-    engine = VllmEngine(str(world.target), model, config, producer=False)
-    try:
-        with pytest.raises(UnsupportedEngine, match=reason):
-            await engine.start()
-    finally:
-        await engine.stop()
 
 
 async def test_a_draft_model_that_is_not_there_is_named_by_its_key(world: World) -> None:

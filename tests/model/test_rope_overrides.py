@@ -16,10 +16,9 @@ import pytest
 from bench.engine_device import engine_config, model_config
 from bench.tiny_models import YARN, make_model
 from bench.vllm_engines import answer
-from kvferry import model_folder
-from kvferry.config import EngineConfig, ModelConfig
+from kvferry.config import ModelConfig
 from kvferry.engine.base import EngineRequest, RequestId, Sampling
-from kvferry.errors import ConfigError, ContextLengthExceeded, UnsupportedEngine
+from kvferry.errors import ConfigError, ContextLengthExceeded
 from support.all_models import only_with_all_models
 from support.vllm_configs import vllm_config_of
 
@@ -144,13 +143,3 @@ def test_vllm_takes_the_parameters_whole(folder: Path) -> None:
     partly = {key: value for key, value in PARAMETERS.items() if key != "rope_theta"}
     made = VllmModelConfig(model=str(folder), tokenizer=str(folder), hf_overrides={"rope_parameters": partly})
     assert "rope_theta" not in made.hf_config.rope_parameters
-
-
-async def test_other_architectures_are_refused_with_overrides() -> None:
-    from kvferry.engine.vllm.engine import VllmEngine
-
-    path = str(model_folder.resolve("default"))
-    engine = VllmEngine(path, ModelConfig(path=path, hf_overrides=YARN), EngineConfig(), producer=False)
-    with pytest.raises(UnsupportedEngine, match=r"model\.hf_overrides, of LlamaForCausalLM,"):
-        await engine.start()
-    await engine.stop()

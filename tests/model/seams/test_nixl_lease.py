@@ -100,7 +100,7 @@ class TestNixlRelease:
         from kvferry.engine.vllm.plugins.nixl.nixl_lease import ReleaseExtension
 
         ours = [name for name in dir(ReleaseExtension) if not name.startswith("__")]
-        assert ours == ["kvferry_release"]
+        assert ours == ["kvferry_pool_bytes", "kvferry_release"]
         assert not any(hasattr(WorkerBase, name) for name in ours)
 
     def test_leases_are_where_the_reaper_looks(self) -> None:
