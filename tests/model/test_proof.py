@@ -26,7 +26,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def damaging_pair(file: Path) -> AsyncIterator[VllmPair]:
     with damaging_connector(file):
-        pair = await start_pair(model_of("default-bfloat16", file.parent))
+        pair = await start_pair(model_of("default", file.parent))
     yield pair
     await pair.stop()
 
