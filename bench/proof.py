@@ -35,10 +35,9 @@ from kvferry.config import ModelConfig
 from kvferry.engine.base import Engine, EngineOutput, EngineRequest
 from kvferry.engine.vllm import engine as vllm_engine
 from kvferry.engine.vllm.start import arguments as engine_arguments
-from kvferry.gateway.models import LONGEST_ON_CPU, PROOF_TEXT
 from kvferry.model_folder import DEFAULT_NAME
 from kvferry.proof.measure import Answered, Ask, Measurement, answered
-from kvferry.proof.verdict import Distances, Outcome, Verdict, judge, prompts
+from kvferry.proof.verdict import LONGEST_ON_CPU, TEXT, Distances, Outcome, Verdict, judge, prompts
 
 # Read by bench.damaged_transfers, in the engines' processes.
 DAMAGE_VARIABLE = "KVFERRY_DAMAGE"
@@ -69,7 +68,7 @@ def ask_of(engine: Engine) -> Ask:
 
 async def prove(pair: VllmPair, seed: int) -> tuple[Verdict, Sequence[Distances]]:
     """Prove the transfer between two engines as a gateway does."""
-    tokens = [token for text in PROOF_TEXT for token in pair.tokenize(text)]
+    tokens = [token for text in TEXT for token in pair.tokenize(text)]
     block_size = pair.decode.info.block_size
     measurement = Measurement(
         ask_of(pair.prefill), ask_of(pair.decode), block_size=block_size, tokens=tokens, name=f"proof-{seed}"

@@ -52,8 +52,8 @@ LIMITS = {
     "files_of_a_request": 20,
     # What grew while only the figures above had limits. They go down with the code, and never up.
     "files": 280,
-    "lines": 44_483,
-    "docstring_words": 34_210,  # a share of the lines would rise where code goes
+    "lines": 44_460,
+    "docstring_words": 34_196,  # a share of the lines would rise where code goes
     "root_modules": 6,
     "most_files_in_a_package": 16,
     "settings": 184,

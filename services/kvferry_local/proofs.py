@@ -13,7 +13,7 @@ from kvferry.errors import LocalError
 from kvferry.gateway.identity.tenants import read_secret
 from kvferry.membership.base import Member, MemberKind, Record
 from kvferry.membership.etcd import EtcdMembership
-from kvferry.proof.certificates import FOLDER, Certificate, Certificates, Way, key_of, kind_of
+from kvferry.proof.certificates import FOLDER, Certificate, Certificates, Way, can_transfer, key_of, kind_of
 from kvferry.proof.verdict import Distances, Outcome
 
 PENDING: Final = "pending"  # no gateway has begun
@@ -47,11 +47,7 @@ class ProofStatus:
 
     def line(self) -> str:
         """Say it in one line."""
-        devices = (
-            self.prefill_device
-            if self.prefill_device == self.decode_device
-            else (f"{self.prefill_device} to {self.decode_device}")
-        )
+        devices = " to ".join(dict.fromkeys((self.prefill_device, self.decode_device)))
         figures = ""
         if self.distance is not None and self.wrong_from is not None:
             figures = f": distance {self.distance:.4g}, of wrong pages from {self.wrong_from:.4g}"
@@ -85,21 +81,20 @@ def _is_wanted(config: ClusterConfig, pool: str) -> bool:
         engine = (config.of_model(name) if is_of_entry(pool) else config).engine_of("decode", name)
     except KeyError:
         return True  # of a configuration before or after this one
-    return engine.needs_proof != "off"
+    return engine.needed_proof != "off"
 
 
 def _pairs(members: Collection[Member]) -> Iterator[tuple[Member, Member]]:
     for prefill in members:
         for decode in members:
-            is_pair = (prefill.kind, decode.kind) == (MemberKind.PREFILL, MemberKind.DECODE)
-            if is_pair and prefill.pool == decode.pool and prefill.exchange_digest == decode.exchange_digest:
+            if (prefill.kind, decode.kind) == (MemberKind.PREFILL, MemberKind.DECODE) and can_transfer(prefill, decode):
                 yield prefill, decode
 
 
 def _status(key: str, way: Way, prefill: Member, decode: Member, known: Certificate | None) -> ProofStatus:
     outcome = PENDING
     if known is not None:
-        outcome = UNDER_WAY if known.claimed_by and known.outcome is not Outcome.PROVEN else known.outcome.value
+        outcome = UNDER_WAY if known.claimed_by and not known.is_proven else known.outcome.value
     return ProofStatus(
         key=key,
         way=way.value,

@@ -8,7 +8,7 @@ from unittest import mock
 import httpx
 import pytest
 
-from kvferry.gateway.models import Models, Proof
+from kvferry.gateway.models import Models
 from kvferry.membership.base import MemberKind
 from kvferry.proof.certificates import Certificate, Certificates, Way, kind_of
 from kvferry.proof.prover import Prover
@@ -24,16 +24,16 @@ from .test_compatibility import ask, readiness
 def simulated_engines_need_a_proof() -> Iterator[None]:
     """They have no pages of which anything could be proven, so nobody proves it."""
     with (
-        mock.patch.object(Models, "proof_of", return_value=Proof.REQUIRED),
+        mock.patch.object(Models, "proof_of", return_value="required"),
         mock.patch.object(Prover, "_next", return_value=None),
     ):
         yield
 
 
-async def write(cluster: SimCluster, outcome: Outcome, way: Way = Way.TRANSFER, reason: str = "") -> None:
+async def write(cluster: SimCluster, outcome: Outcome, reason: str = "") -> None:
     """As another gateway does at the end of a proof."""
     prefill, decode = (kind_of(cluster.hosts(kind)[0].member) for kind in (MemberKind.PREFILL, MemberKind.DECODE))
-    certificate = Certificate(prefill=prefill, decode=decode, way=way, outcome=outcome, reason=reason)
+    certificate = Certificate(prefill=prefill, decode=decode, way=Way.TRANSFER, outcome=outcome, reason=reason)
     assert cluster.gateway is not None
     records = cluster.gateway._membership.records
     before = await records.read(f"proofs/{certificate.key}")
@@ -72,24 +72,3 @@ async def test_kvferry_explain_says_that_no_transfer_is_proven() -> None:
         async with httpx.AsyncClient(base_url=cluster.url) as http:
             (explained,) = (await http.get(f"/kvferry/v1/requests/{answer.json()['id']}")).json()["requests"]
         assert "kvferry prove" in explained["unequal_pages"]
-
-
-async def test_a_prompt_with_an_adapter_needs_a_proof_with_an_adapter() -> None:
-    async with running(1, 1) as cluster:
-        await write(cluster, Outcome.PROVEN)
-        gateway = cluster.gateway
-        assert gateway is not None
-        prefill, decode = (kind_of(cluster.hosts(kind)[0].member) for kind in (MemberKind.PREFILL, MemberKind.DECODE))
-        await until(lambda: gateway.prover.is_proven(prefill, decode, has_adapter=False))
-        assert not gateway.prover.is_proven(prefill, decode, has_adapter=True)
-        await write(cluster, Outcome.PROVEN, Way.ADAPTER)
-        await until(lambda: gateway.prover.is_proven(prefill, decode, has_adapter=True))
-
-
-@pytest.mark.parametrize("proof", [Proof.REPORT, Proof.OFF])
-async def test_transfers_are_used_where_no_proof_is_required(proof: Proof) -> None:
-    with mock.patch.object(Models, "proof_of", return_value=proof):
-        async with running(1, 1) as cluster:
-            assert await reason_of(cluster) == Reason.DISAGGREGATED
-            assert cluster.gateway is not None
-            assert bool(cluster.gateway.readiness().unproven) == (proof is Proof.REPORT)

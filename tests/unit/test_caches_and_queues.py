@@ -12,8 +12,8 @@ PACKAGE = ROOT / "services" / "kvferry"
 KEEPER = ROOT / "services" / "kvferry_keeper"  # named from `services`
 PAGE = ROOT / "docs" / "contributor" / "caches-and-queues.md"
 FOLDERS = (
-    *("arguments", "engine", "gateway", "keeper", "link", "observability", "pages", "router", "tenancy"),
-    *("util", "worker"),
+    *("arguments", "engine", "gateway", "keeper", "link", "observability", "pages", "proof", "router"),
+    *("tenancy", "util", "worker"),
 )
 KINDS = {
     *("OrderedDict", "deque", "Queue", "SimpleQueue", "PriorityQueue", "LifoQueue", "Semaphore", "BoundedSemaphore"),

@@ -79,12 +79,12 @@ class TestWindows:
     def test_a_long_sequence_takes_its_windows_and_a_page_beside(self) -> None:
         mistral = geometry_of("Mistral-7B-v0.1")
         pages = -(-(4096 - 1) // 16) + 1
-        assert mistral.bytes_of_sequence(32_768, "bf16") == pages * 16 * 131_072
+        assert mistral.pool("bf16").bytes_of_sequence(32_768) == pages * 16 * 131_072
         # Tokens that are computed at once stay until they are.
-        assert mistral.bytes_of_sequence(32_768, "bf16", max_in_flight_tokens=2048) == (
+        assert mistral.pool("bf16", max_in_flight_tokens=2048).bytes_of_sequence(32_768) == (
             (-(-(4095 + 2048) // 16) + 1) * 16 * 131_072
         )
-        assert mistral.bytes_of_sequence(1, "bf16") == 16 * 131_072
+        assert mistral.pool("bf16").bytes_of_sequence(1) == 16 * 131_072
 
     def test_llama_4_keeps_one_chunk_in_three_of_four_layers(self) -> None:
         kinds = {group.kind: group.num_layers for group in geometry_of("Llama-4-Scout").groups}
@@ -198,13 +198,6 @@ class TestSequences:
         here = pool.bytes_of_sequence(num_tokens)
         assert here <= pool.bytes_of_sequence(num_tokens + 1)
         assert here % pool.block_bytes == 0
-
-    @given(num_bytes=st.integers(0, 1 << 40), model=st.sampled_from(catalogue()))
-    def test_the_longest_sequence_fits_and_the_next_does_not(self, num_bytes: int, model: Any) -> None:
-        geometry = model.geometry()
-        longest = geometry.max_tokens_of_sequence(num_bytes, "bf16")
-        assert longest == 0 or geometry.bytes_of_sequence(longest, "bf16") <= num_bytes
-        assert longest == geometry.context_length or geometry.bytes_of_sequence(longest + 1, "bf16") > num_bytes
 
     def test_a_pool_keeps_one_block_for_itself(self) -> None:
         pool = geometry_of("Llama-3.1-8B").pool("bf16")

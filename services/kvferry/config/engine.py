@@ -42,6 +42,9 @@ KvCacheDtype = Annotated[
 ]
 
 
+Proof = Literal["required", "report", "off"]
+
+
 class EngineConfig(Section):
     """Engine settings that prefill and decode workers share, because they determine the bytes of pages."""
 
@@ -68,14 +71,13 @@ class EngineConfig(Section):
     # Whether prompts are computed by prefill workers before it is proven that pages of these very engines survive the
     # transfer. required: until then, decode workers compute them; report: they are transferred, and the proof is told;
     # off: nothing is proven.
-    proof: Literal["required", "report", "off"] = "required"
+    proof: Proof = "required"
     # Further arguments of vLLM's engine, by vLLM's names: docs/operator/engine-arguments.md has those that are refused.
     args: dict[str, Any] = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)  # variables of vLLM, as VLLM_LOGGING_LEVEL
 
     @property
-    def needs_proof(self) -> str:
-        """`proof`, of engines that have real pages."""
+    def needed_proof(self) -> Proof:  # simulated engines have no real pages
         return "off" if self.kind == "sim" else self.proof
 
     @model_validator(mode="after")

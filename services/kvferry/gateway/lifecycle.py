@@ -39,7 +39,7 @@ from kvferry.gateway.identity.identification import Identification
 from kvferry.gateway.identity.tenants import read_secret
 from kvferry.gateway.intake import Intake
 from kvferry.gateway.metrics import GatewayMetrics, ProofSample, Targets, VolumeSample, WorkerSample
-from kvferry.gateway.models import AdapterNames, Models, Proof
+from kvferry.gateway.models import AdapterNames, Models
 from kvferry.gateway.timeouts import TokenTimeouts
 from kvferry.gateway.tls import GatewayTls
 from kvferry.gateway.usage.tenant_uses import TenantUses
@@ -52,7 +52,6 @@ from kvferry.observability.metrics_listener import MetricsListener
 from kvferry.observability.tracing import Tracing, start_tracing
 from kvferry.proof.certificates import FOLDER, Certificates, EngineKind
 from kvferry.proof.prover import PENDING, Prover
-from kvferry.proof.verdict import Outcome
 from kvferry.residency.index import ResidencyIndex
 from kvferry.router.dispatch import Dispatcher
 from kvferry.router.keeper_volumes import KeeperVolumes, follow_over, keeper_of
@@ -399,27 +398,27 @@ class GatewayHost:
             Certificates(cache_folder() / FOLDER, secret),
             self.gateway_id,
             usable=self.worker_pool.usable,
-            is_wanted=lambda pool: self._models.proof_of(pool) is not Proof.OFF,
+            is_wanted=lambda pool: self._models.proof_of(pool) != "off",
             read_tokens=self._models.tokens_of_text,
             longest=self._models.longest_prompt,
             on_change=self._note_readiness,
         )
 
     def _may_transfer(self, prefill: EngineKind, decode: EngineKind, pool: str, has_adapter: bool) -> bool:
-        if self._models.proof_of(pool) is not Proof.REQUIRED:
+        if self._models.proof_of(pool) != "required":
             return True
         return self.prover.is_proven(prefill, decode, has_adapter=has_adapter)
 
     def _unproven(self) -> Iterator[str]:
         for subject, result in self.prover.results():
-            if result is None or result.outcome is not Outcome.PROVEN:
+            if result is None or not result.is_proven:
                 yield f"{subject}: {PENDING if result is None else result.reason}"
 
     def _sample_proofs(self) -> Sequence[ProofSample]:
         found: dict[tuple[str, str], ProofSample] = {}
         for subject, result in self.prover.results():
             pool, way = entry_of(subject.decode.member.pool) or DEFAULT_POOL, subject.way.value
-            is_proven = result is not None and result.outcome is Outcome.PROVEN
+            is_proven = result is not None and result.is_proven
             distance = result.distance if result is not None else None
             other = found.get((pool, way))
             if other is not None:

@@ -9,18 +9,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 import msgspec
 
 from kvferry.arguments.vllm_arguments import SPECULATION, speculates
-from kvferry.config import DEFAULT_POOL, AdaptersConfig, ClusterConfig, EngineConfig, entry_of
+from kvferry.config import DEFAULT_POOL, AdaptersConfig, ClusterConfig, entry_of
+from kvferry.config.engine import Proof
 from kvferry.engine.base import RenderedPrompt, Renderer, RenderOutcomes
 from kvferry.errors import InvalidRequest, KvferryError, ModelNotFound, NoDecodeWorker, NotReady
 from kvferry.gateway.canary import diverted_to
 from kvferry.gateway.identity.tenants import Tenant
 from kvferry.link.identity import GatewayIdentity, Identity
-from kvferry.proof.verdict import NUM_ANSWERED
+from kvferry.proof.verdict import TEXT, longest_prompt
 from kvferry.util.task_set import TaskSet
 
 log = logging.getLogger(__name__)
@@ -56,25 +56,6 @@ _MIN_MIN_P = 1e-5  # vLLM takes less for none
 MAX_NAMED = 64  # names in the message about an unknown one
 
 
-class Proof(StrEnum):
-    REQUIRED = "required"
-    REPORT = "report"
-    OFF = "off"
-
-
-# Prompts of proofs cross the ends of several pages; on a GPU, where they cost little, of chunks and windows too.
-LONGEST_ON_CPU = 161
-LONGEST_ON_GPU = 4200
-PROOF_TEXT = (
-    "Every morning the pilot reads the tide tables, counts the crates on the quay and writes both numbers down.",
-    "1, 2, 3, 5, 8, 13: each number is the sum of the two before it, and 21 follows.",
-    "def area(width, height):\n    return width * height\n",
-    "Die Stadt liegt am Fluss; ses rues descendent vers le port, y la plaza queda vacia al mediodia.",
-    "Water boils at 100 degrees Celsius at sea level, but near the summit of a high mountain it boils at about 70.",
-    'What did she answer? "Not today," she said, "but ask me again when the ice has gone."',
-)
-
-
 class GatewayModel:
     """A model as it is rendered and computed; after a change it is another one."""
 
@@ -90,7 +71,7 @@ class GatewayModel:
         pools = ("", *config.pools)
         self.volumes = {each: config.volumes_of(each) for each in pools}  # of pools by name, as `volumes_of`
         engines = {each: config.engine_of("decode", each) for each in pools}
-        self.proofs: dict[str, Proof] = {each: _proof_of(engine) for each, engine in engines.items()}  # likewise
+        self.proofs: dict[str, Proof] = {each: engine.needed_proof for each, engine in engines.items()}  # likewise
         self._speculating = frozenset(each for each, engine in engines.items() if speculates(engine.args))
 
     def __repr__(self) -> str:
@@ -133,10 +114,6 @@ class GatewayModel:
             self._is_retired, self._closing = True, closing
             if self.renderer is not None and not self._num_rendering:
                 closing.spawn(self.renderer.close())
-
-
-def _proof_of(engine: EngineConfig) -> Proof:
-    return Proof(engine.needs_proof)
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -230,7 +207,7 @@ class Models:
     def proof_of(self, pool: str) -> Proof:
         """Return what is asked for before pages are transferred between the pool's workers."""
         model = self._model_of(pool)
-        return model.proofs.get(entry_of(pool), Proof.REQUIRED) if model is not None else Proof.REQUIRED
+        return model.proofs.get(entry_of(pool), "required") if model is not None else "required"
 
     async def tokens_of_text(self, pool: str) -> list[int]:
         """Return the tokens of a text, for prompts of proofs. Raises NotReady."""
@@ -238,7 +215,7 @@ class Models:
         if model is None:
             raise NotReady("this gateway serves no model in this pool")
         with model.rendering() as renderer:
-            prompts = await renderer.render_completion({"prompt": list(PROOF_TEXT), "max_tokens": 1})
+            prompts = await renderer.render_completion({"prompt": list(TEXT), "max_tokens": 1})
         return [token for prompt in prompts for token in prompt.token_ids]
 
     def longest_prompt(self, pool: str) -> int:
@@ -246,9 +223,8 @@ class Models:
         model = self._model_of(pool)
         if model is None or model.renderer is None:
             return 0
-        engine = model.config.engine_of("decode", entry_of(pool))
-        longest = LONGEST_ON_GPU if engine.device == "gpu" else LONGEST_ON_CPU
-        return min(longest, model.renderer.max_model_len() - NUM_ANSWERED - 1)
+        device = model.config.engine_of("decode", entry_of(pool)).device
+        return longest_prompt(model.renderer.max_model_len(), on_gpu=device == "gpu")
 
     def _model_of(self, pool: str) -> GatewayModel | None:
         for model in self:

@@ -78,6 +78,10 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
         return min((control for each in self.distances for control in each.controls), default=None)
 
     @property
+    def is_proven(self) -> bool:
+        return self.outcome is Outcome.PROVEN
+
+    @property
     def is_final(self) -> bool:
         """Whether the way is refuted because engines ended in its proof: it is proven again by hand only."""
         return self.num_lost >= MAX_LOST
@@ -88,9 +92,15 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
         return not self.is_final and not 0 <= age_s < AGAIN_S[self.outcome]
 
 
-@functools.lru_cache(1024)  # each request asks
+@functools.lru_cache(1024)  # made once for each member
 def kind_of(member: Member) -> EngineKind:
     return EngineKind(member.exchange_digest, member.device, member.version)
+
+
+def can_transfer(prefill: Member, decode: Member) -> bool:
+    """Whether pages of one could go to the other. Without a digest nothing says what their bytes mean."""
+    has_digest = bool(decode.exchange_digest)
+    return has_digest and (prefill.pool, prefill.exchange_digest) == (decode.pool, decode.exchange_digest)
 
 
 @functools.lru_cache(4096)
@@ -168,5 +178,9 @@ class Certificates:
 
     def drop(self, name: str) -> None:
         """Forget what `keep` wrote."""
-        if self._cache is not None:
+        if self._cache is None:
+            return
+        try:
             (self._cache / f"{name}.json").unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("a proof of an earlier cluster cannot be removed: %s", error)

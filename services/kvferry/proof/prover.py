@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from kvferry.proof.certificates import (
     Certificates,
     EngineKind,
     Way,
+    can_transfer,
     key_of,
     kind_of,
 )
@@ -84,6 +86,7 @@ class Prover:
         self._on_change = on_change
         self._known: dict[str, Certificate] = {}
         self._claims_since_s: dict[tuple[str, str], float] = {}  # of other gateways, by key and gateway
+        self._replaced_s: dict[str, float] = {}  # when a record that could not be read was replaced, by key
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._has_read = asyncio.Event()
@@ -106,7 +109,7 @@ class Prover:
     def is_proven(self, prefill: EngineKind, decode: EngineKind, *, has_adapter: bool) -> bool:
         way = Way.ADAPTER if has_adapter else Way.TRANSFER
         certificate = self._known.get(key_of(prefill, decode, way))
-        return certificate is not None and certificate.outcome is Outcome.PROVEN
+        return certificate is not None and certificate.is_proven
 
     def results(self) -> Iterator[tuple[Subject, Certificate | None]]:
         """Yield each way between linked workers, with its result if there is one."""
@@ -118,10 +121,10 @@ class Prover:
     def _subjects(self) -> list[Subject]:
         """Return one for each key."""
         found: dict[str, Subject] = {}
-        decoding = self._usable(MemberKind.DECODE)
-        for prefill in self._usable(MemberKind.PREFILL):
+        decoding = _one_of_each_kind(self._usable(MemberKind.DECODE))
+        for prefill in _one_of_each_kind(self._usable(MemberKind.PREFILL)):
             for decode in decoding:
-                if not _exchange(prefill, decode) or not self._is_wanted(decode.member.pool):
+                if not can_transfer(prefill.member, decode.member) or not self._is_wanted(decode.member.pool):
                     continue
                 subjects = [Subject(prefill, decode, Way.TRANSFER)]
                 if adapters := sorted(prefill.adapters & decode.adapters):
@@ -220,6 +223,8 @@ class Prover:
         if record is not None and before is not None and before != self._known.get(key):
             self._learn(key, record.value)  # another gateway was at work
             return
+        if record is not None and before is None:
+            self._replace_unreadable(key)
         kept = await asyncio.to_thread(self._certificates.load, key) if before is None else None
         if kept is not None and not kept.is_due(time.time()):
             await self._write(kept, record.revision if record is not None else 0)
@@ -229,23 +234,11 @@ class Prover:
         claim = structs.replace(began, claimed_by=self._gateway_id)
         if not await self._write(claim, record.revision if record is not None else 0):
             return  # another gateway was first
-        log.info("proving the %s; decode workers compute prompts until then", subject)
-        begun_s = time.monotonic()
+        log.info("proving the %s", subject)
         result = began  # which is due again at once, where the proof fails for a reason that passes
         try:
             result = await self._result(subject, began)
-            if began.outcome is Outcome.PROVEN and result.outcome is Outcome.UNDECIDED and not result.num_lost:
-                # Workers may have been too busy. What was proven holds, and is proven again soon.
-                result = structs.replace(began, unix_s=time.time() - AGAIN_S[began.outcome] + AGAIN_S[result.outcome])
-                return
-            result = structs.replace(
-                result,
-                gateway=self._gateway_id,
-                model=subject.decode.member.model.rpartition("/")[2],
-                unix_s=time.time(),
-                took_s=round(time.monotonic() - begun_s, 3),
-            )
-            self._tell(subject, result)
+            _log_result(subject, result)
         except (UnavailableError, Overloaded, TimeoutError) as error:
             result = structs.replace(began, reason=f"the proof could not be made: {_message(error)}")
             raise
@@ -253,6 +246,13 @@ class Prover:
             is_written = await self._conclude(result)
         if is_written:
             await asyncio.to_thread(self._certificates.keep, result)
+
+    def _replace_unreadable(self, key: str) -> None:
+        # Two gateways with different secrets would else replace each other's records without a pause.
+        now_s = time.monotonic()
+        if now_s - self._replaced_s.get(key, -math.inf) < RECHECK_S:
+            raise UnavailableError("another gateway writes proofs that cannot be read (gateway.salt_secret_file)")
+        self._replaced_s[key] = now_s
 
     async def _conclude(self, result: Certificate) -> bool:
         # Meanwhile the claim may have been taken over, or deleted to have it proven anew.
@@ -271,6 +271,7 @@ class Prover:
         return written
 
     async def _result(self, subject: Subject, began: Certificate) -> Certificate:
+        begun_s = time.monotonic()
         measured: list[Distances] = []
         reason, num_lost = "", 0
         try:
@@ -289,10 +290,20 @@ class Prover:
         outcome = verdict.outcome
         if reason:
             outcome = Outcome.REFUTED if num_lost >= MAX_LOST else Outcome.UNDECIDED
+        reason, now_unix_s = reason or verdict.reason, time.time()
+        if began.is_proven and outcome is Outcome.UNDECIDED and not num_lost:
+            # Workers may have been too busy. What was proven holds, and is proven again soon.
+            return structs.replace(
+                began, reason=reason, unix_s=now_unix_s - AGAIN_S[began.outcome] + AGAIN_S[Outcome.UNDECIDED]
+            )
         return structs.replace(
             began,
             outcome=outcome,
-            reason=reason or verdict.reason,
+            reason=reason,
+            model=subject.decode.member.model.rpartition("/")[2],
+            gateway=self._gateway_id,
+            unix_s=now_unix_s,
+            took_s=round(time.monotonic() - begun_s, 3),
             num_lost=num_lost,
             limits=verdict.limits,
             distances=tuple(measured),
@@ -333,15 +344,6 @@ class Prover:
 
         return ask
 
-    def _tell(self, subject: Subject, result: Certificate) -> None:
-        if result.outcome is Outcome.PROVEN:
-            log.info(
-                "proven in %.1f s: %s; distance at most %.4g, of wrong pages at least %.4g",
-                *(result.took_s, subject, result.distance, result.wrong_from),
-            )
-        else:
-            log.warning("%s: %s is not transferred: %s", result.outcome, subject, result.reason)
-
 
 def _unproven(subject: Subject, reason: str) -> Certificate:
     return Certificate(
@@ -353,9 +355,12 @@ def _unproven(subject: Subject, reason: str) -> Certificate:
     )
 
 
-def _exchange(prefill: WorkerLink, decode: WorkerLink) -> bool:
-    one, other = prefill.member, decode.member
-    return (one.pool, one.exchange_digest) == (other.pool, other.exchange_digest)
+def _one_of_each_kind(links: Sequence[WorkerLink]) -> Collection[WorkerLink]:
+    # A cluster has many workers, and few kinds of them.
+    found: dict[object, WorkerLink] = {}
+    for link in links:
+        found.setdefault((link.member.pool, kind_of(link.member), link.adapters), link)
+    return found.values()
 
 
 async def _until_quiet(link: WorkerLink) -> None:
@@ -366,6 +371,18 @@ async def _until_quiet(link: WorkerLink) -> None:
         if not link.stats.num_waiting:
             return
         await asyncio.sleep(LOOK_S)
+
+
+def _log_result(subject: Subject, result: Certificate) -> None:
+    if not result.is_proven:
+        log.warning("the %s is %s: %s", subject, result.outcome, result.reason)
+    elif result.reason:
+        log.warning("the %s stays proven, though a new proof was undecided: %s", subject, result.reason)
+    else:
+        log.info(
+            "the %s is proven in %.1f s: distance at most %.4g, of wrong pages at least %.4g",
+            *(subject, result.took_s, result.distance, result.wrong_from),
+        )
 
 
 def _message(error: BaseException) -> str:

@@ -24,6 +24,18 @@ NUM_ANSWERED = 2  # tokens of each answer
 MIN_PROMPT = 8  # tokens
 FARTHEST = 1e6  # distance at most, as that from what is no number: JSON has no inf
 
+# Prompts of proofs cross the ends of several pages; on a GPU, where they cost little, of chunks and windows too.
+LONGEST_ON_CPU = 161
+LONGEST_ON_GPU = 4200
+TEXT = (
+    "Every morning the pilot reads the tide tables, counts the crates on the quay and writes both numbers down.",
+    "1, 2, 3, 5, 8, 13: each number is the sum of the two before it, and 21 follows.",
+    "def area(width, height):\n    return width * height\n",
+    "Die Stadt liegt am Fluss; ses rues descendent vers le port, y la plaza queda vacia al mediodia.",
+    "Water boils at 100 degrees Celsius at sea level, but near the summit of a high mountain it boils at about 70.",
+    'What did she answer? "Not today," she said, "but ask me again when the ice has gone."',
+)
+
 Logprobs = Mapping[int, float]  # natural logarithms by token id, of one position
 
 
@@ -98,7 +110,7 @@ def _limit(measured: Sequence[Distances]) -> float:
 
 
 def _are_controls_beyond(limit: float, each: Distances) -> bool:
-    return math.isfinite(limit) and bool(each.controls) and min(each.controls) > CONTROL_FACTOR * limit
+    return bool(each.controls) and min(each.controls) > CONTROL_FACTOR * limit
 
 
 def _at(each: Distances, limit: float) -> str:
@@ -111,6 +123,10 @@ def _at(each: Distances, limit: float) -> str:
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return sum(found) / len(found) if found else 0.0
+
+
+def longest_prompt(max_model_len: int, *, on_gpu: bool) -> int:
+    return min(LONGEST_ON_GPU if on_gpu else LONGEST_ON_CPU, max_model_len - NUM_ANSWERED - 1)
 
 
 def lengths(block_size: int, longest: int) -> list[int]:

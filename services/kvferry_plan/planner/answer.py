@@ -64,13 +64,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def kv_sizes(question: Question) -> dict[str, Any]:
     """Return the bytes of KV of one token, and of one request of the longest context, of all ranks of TP 1."""
-    geometry, context = question.model.geometry, question.demand.context_tokens
+    geometry = question.model.geometry
+    pool = geometry.pool(question.kv_dtype, block_size=question.block_size)
     return {
         "kv_bytes_per_token": geometry.bytes_per_token(question.kv_dtype),
         "kv_bytes_per_token_past_windows": geometry.lasting_bytes_per_token(question.kv_dtype),
-        "kv_bytes_of_longest_request": geometry.bytes_of_sequence(
-            context, question.kv_dtype, block_size=question.block_size
-        ),
+        "kv_bytes_of_longest_request": pool.bytes_of_sequence(question.demand.context_tokens),
     }
 
 

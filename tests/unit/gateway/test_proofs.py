@@ -6,18 +6,18 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
 import pytest_asyncio
 
 from kvferry import config as configuration
+from kvferry.config.engine import EngineConfig, Proof
 from kvferry.errors import ConfigError
-from kvferry.gateway import models
 from kvferry.gateway.identity.key_file import new_key
 from kvferry.gateway.lifecycle import GatewayHost
-from kvferry.gateway.models import GatewayModel, Proof
+from kvferry.gateway.models import GatewayModel
 from kvferry.membership.base import MemberKind
 from kvferry.proof.certificates import FOLDER, Certificate, Certificates, EngineKind, Way, kind_of
 from kvferry.proof.prover import Prover
@@ -89,10 +89,10 @@ async def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterato
     monkeypatch.setattr(Prover, "_prove_all", nothing)
     async with AsyncExitStack() as stack:
 
-        async def started(proof: Proof | None = Proof.REQUIRED, *, has_keys: bool = False) -> Simulated:
+        async def started(proof: Proof | None = "required", *, has_keys: bool = False) -> Simulated:
             """`proof` None: what a simulated engine has by itself."""
             if proof is not None:
-                monkeypatch.setattr(models, "_proof_of", lambda engine: proof)
+                monkeypatch.setattr(EngineConfig, "needed_proof", proof)
             keys = {}
             if has_keys:
                 file = tmp_path / "keys.yaml"
@@ -188,13 +188,13 @@ async def test_requests_are_ferried_once_it_is_proven(start: START) -> None:
 
 
 async def test_where_proofs_are_only_reported_all_is_ferried(start: START) -> None:
-    simulated = await start(Proof.REPORT)
+    simulated = await start("report")
     assert (await simulated.complete())["reason"] == "disaggregated"
     assert len((await simulated.get("/readyz")).json()["unproven"]) == 1
     assert len(await simulated.metric("kvferry_transfer_proven{")) == 1
 
 
-@pytest.mark.parametrize("proof", [Proof.OFF, None], ids=["off", "of simulated engines"])
+@pytest.mark.parametrize("proof", ["off", None], ids=["off", "of simulated engines"])
 async def test_where_proofs_are_off_none_is_missing(start: START, proof: Proof | None) -> None:
     simulated = await start(proof)
     assert (await simulated.complete())["reason"] == "disaggregated"
@@ -203,11 +203,11 @@ async def test_where_proofs_are_off_none_is_missing(start: START, proof: Proof |
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sim"])
-@pytest.mark.parametrize("value", [None, *Proof])
+@pytest.mark.parametrize("value", [None, *get_args(Proof)])
 def test_the_setting(kind: str, value: Proof | None) -> None:
-    engine: dict[str, Any] = {"kind": kind, **({"proof": value.value} if value is not None else {})}
+    engine: dict[str, Any] = {"kind": kind, **({"proof": value} if value else {})}
     own = GatewayModel("", configuration.parse({"model": {"path": "m"}, "engine": engine}), "m")
-    assert own.proofs[""] is (Proof.OFF if kind == "sim" else value or Proof.REQUIRED)
+    assert own.proofs[""] == ("off" if kind == "sim" else value or "required")
 
 
 def test_an_unknown_setting_is_refused() -> None:

@@ -571,6 +571,22 @@ async def test_an_unreadable_record_is_proven_over(cluster: Cluster, workers: Wo
         await cluster.ends(Outcome.PROVEN)
 
 
+async def test_gateways_with_different_secrets_do_not_replace_records_without_a_pause(
+    cluster: Cluster, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prover_module, "RECHECK_S", 60.0)
+    # Each has a result of its own at hand, so nothing else takes time.
+    for name in ("one", "other"):
+        Certificates(tmp_path / name, name.encode() * 16).keep(a_certificate(workers))
+    async with (
+        cluster.gateway("one", tmp_path / "one", b"one" * 16),
+        cluster.gateway("other", tmp_path / "other", b"other" * 16),
+    ):
+        await until(lambda: sum(cluster.num_changes.values()) > 2, within_s=SOON_S)
+        await quiet()
+        assert cluster.registry._revision <= 3, "each has written once or twice"
+
+
 # What is proven
 
 

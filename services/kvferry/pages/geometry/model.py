@@ -85,53 +85,6 @@ class ModelGeometry:
             prefix_caching=prefix_caching,
         )
 
-    def bytes_of_sequence(
-        self,
-        num_tokens: int,
-        kv_cache_dtype: str,
-        *,
-        block_size: int = DEFAULT_BLOCK_SIZE,
-        tensor_parallel_size: int = 1,
-        max_in_flight_tokens: int = 0,
-        prefix_caching: bool = True,
-    ) -> int:
-        """Return the bytes of all pages of a sequence: windows capped, states included."""
-        pool = self.pool(
-            kv_cache_dtype,
-            block_size=block_size,
-            tensor_parallel_size=tensor_parallel_size,
-            max_in_flight_tokens=max_in_flight_tokens,
-            prefix_caching=prefix_caching,
-        )
-        return pool.bytes_of_sequence(num_tokens)
-
-    def max_tokens_of_sequence(
-        self,
-        num_bytes: int,
-        kv_cache_dtype: str,
-        *,
-        block_size: int = DEFAULT_BLOCK_SIZE,
-        tensor_parallel_size: int = 1,
-        max_in_flight_tokens: int = 0,
-        prefix_caching: bool = True,
-    ) -> int:
-        """Return the longest sequence within the context whose pages fit in `num_bytes`."""
-        pool = self.pool(
-            kv_cache_dtype,
-            block_size=block_size,
-            tensor_parallel_size=tensor_parallel_size,
-            max_in_flight_tokens=max_in_flight_tokens,
-            prefix_caching=prefix_caching,
-        )
-        fits, exceeds = 0, self.context_length + 1
-        while exceeds - fits > 1:
-            middle = (fits + exceeds) // 2
-            if pool.bytes_of_sequence(middle) <= num_bytes:
-                fits = middle
-            else:
-                exceeds = middle
-        return fits
-
     def check_tensor_parallel(self, tensor_parallel_size: int) -> None:
         """Raises ConfigError where vLLM cannot divide the query heads."""
         if tensor_parallel_size < 1:
