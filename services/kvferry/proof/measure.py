@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
 
 from kvferry.engine.base import NO_SOURCES, EngineOutput, EngineRequest, RequestId, Sampling, TransferParams
-from kvferry.proof.verdict import NUM_ANSWERED, Distances, Logprobs, View, distance, wrong_prompts
+from kvferry.proof.verdict import Distances, Logprobs, View, distance, wrong_prompts
 
 NUM_LOGPROBS = 20
 _PROMPT_ONLY = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
-_ANSWER = Sampling(max_tokens=NUM_ANSWERED, temperature=0.0, ignore_eos=True, logprobs=NUM_LOGPROBS)
 _TOKEN = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=NUM_LOGPROBS)
 
 
@@ -47,9 +46,8 @@ def answered(request: EngineRequest, outputs: Sequence[EngineOutput]) -> Answere
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    tokens: Sequence[int]
-    direct: Logprobs
-    held: Sequence[Logprobs]
+    token: int  # a likely one, with which the held view goes on
+    answers: Mapping[View, Sequence[Logprobs]]
     held_tokens: Sequence[int]  # of the prompt, in pages that the engine held, by position
 
 
@@ -80,46 +78,42 @@ class Measurement:
         controls = [
             await self._transferred(prompt, each, own, f"{number}-wrong-{place}") for place, each in enumerate(wrong)
         ]
-        direct = Distances(
-            number,
-            len(prompt),
-            View.DIRECT,
-            distance([own.direct], [transferred.direct]),
-            distance([own.direct], [noise.direct]),
-            tuple(distance([own.direct], [control.direct]) for control in controls),
-        )
+
+        def compared(view: View) -> Distances:
+            right = own.answers[view]
+            return Distances(
+                number,
+                len(prompt),
+                view,
+                distance(right, transferred.answers[view]),
+                distance(right, noise.answers[view]),
+                tuple(distance(right, control.answers[view]) for control in controls),
+            )
+
         if not any(own.held_tokens):
-            return [direct]
-        # At a page's end there is no partial page, and the first position of the held view is the direct one.
-        is_whole = (len(prompt) - 1) % self._block_size == 0
+            return [compared(View.DIRECT)]
         for other in (noise, transferred, *controls):
             if list(other.held_tokens) != list(own.held_tokens):
                 raise NotComparable(
                     f"the decode engine held {sum(other.held_tokens)} tokens of pages where it held "
                     f"{sum(own.held_tokens)} of its own; it may have been too busy to keep them"
                 )
-        held = Distances(
-            number,
-            len(prompt),
-            View.HELD,
-            distance(own.held, transferred.held),
-            distance(own.held, noise.held),
-            tuple(distance(own.held, control.held) for control in controls),
-        )
-        return [held] if is_whole else [direct, held]
+        # At a page's end there is no partial page, and the first position of the held view is the direct one.
+        is_whole = (len(prompt) - 1) % self._block_size == 0
+        return [compared(view) for view in View if view is View.HELD or not is_whole]
 
     async def _own(self, prompt: Sequence[int], salt: str) -> _Views:
         # As after a transfer, the last token of the prompt is computed alone, from pages with all tokens before it.
-        sampling = structs.replace(_ANSWER, max_tokens=2, allowed_token_ids=(prompt[-1],))
-        alone = await self._decode(self._request(prompt[:-1], sampling, f"{salt}-alone"))
-        answer = await self._decode(self._request(prompt, _ANSWER, salt))
-        return await self._views(prompt, alone.logprobs[1], answer.token_ids, salt)
+        sampling = structs.replace(_TOKEN, max_tokens=2, allowed_token_ids=(prompt[-1],))
+        direct = (await self._decode(self._request(prompt[:-1], sampling, f"{salt}-alone"))).logprobs[1]
+        await self._decode(self._request(prompt, _PROMPT_ONLY, salt))
+        return await self._views(prompt, direct, max(direct, key=direct.__getitem__), salt)
 
     async def _cut_elsewhere(self, prompt: Sequence[int], own: _Views, salt: str) -> _Views:
         for cut in (len(prompt) // 3, len(prompt) // 2 + 1):
             await self._decode(self._request(prompt[: max(1, cut)], _PROMPT_ONLY, salt))
-        answer = await self._decode(self._request(prompt, _ANSWER, salt))
-        return await self._views(prompt, answer.logprobs[0], own.tokens, salt)
+        answer = await self._decode(self._request(prompt, _TOKEN, salt))
+        return await self._views(prompt, answer.logprobs[0], own.token, salt)
 
     async def _transferred(self, prompt: Sequence[int], computed: Sequence[int], own: _Views, salt: str) -> _Views:
         """The pages are those of `computed`, a prompt of the same length."""
@@ -127,20 +121,17 @@ class Measurement:
         if kept.last.transfer_params is None:
             raise NotComparable("the prefill engine kept no pages")
         # Where this fails, the lease frees the pages.
-        answer = await self._decode(self._request(prompt, _ANSWER, salt, params=kept.last.transfer_params))
+        answer = await self._decode(self._request(prompt, _TOKEN, salt, params=kept.last.transfer_params))
         sources = answer.last.sources or NO_SOURCES
         if not sources.external_kv_transfer:
             raise NotComparable("no pages came to the decode engine: it computed the prompt itself")
-        return await self._views(prompt, answer.logprobs[0], own.tokens, salt)
+        return await self._views(prompt, answer.logprobs[0], own.token, salt)
 
-    async def _views(self, prompt: Sequence[int], direct: Logprobs, forced: Sequence[int], salt: str) -> _Views:
-        held = [
-            await self._decode(self._request([*prompt, *forced[:place]], _TOKEN, salt)) for place in range(len(forced))
-        ]
+    async def _views(self, prompt: Sequence[int], direct: Logprobs, token: int, salt: str) -> _Views:
+        held = [await self._decode(self._request(each, _TOKEN, salt)) for each in (prompt, [*prompt, token])]
         return _Views(
-            forced,
-            direct,
-            [each.logprobs[0] for each in held],
+            token,
+            {View.DIRECT: [direct], View.HELD: [each.logprobs[0] for each in held]},
             [(each.last.sources or NO_SOURCES).local_cache_hit for each in held],
         )
 

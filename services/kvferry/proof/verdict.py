@@ -17,10 +17,11 @@ import msgspec
 
 NUM_LIKELIEST = 5  # tokens of a position that are compared
 EXACT = 1e-3  # at most: right without a look at the noise, as log-probabilities travel with few digits
+FINEST = 1e-6  # where a prompt's controls are below `EXACT`: about the last digit of a log-probability
+FINE_FACTOR = 10.0  # how much nearer than them a transfer has to be there
 NOISE_FACTOR = 2.0  # how far beyond noise a transfer may be, in the mean and at most
 CONTROL_FACTOR = 2.0  # how far beyond the limit each control has to be
 
-NUM_ANSWERED = 2  # tokens of each answer
 MIN_PROMPT = 8  # tokens
 FARTHEST = 1e6  # distance at most, as that from what is no number: JSON has no inf
 
@@ -91,7 +92,7 @@ def judge(measured: Sequence[Distances]) -> Verdict:
     undecided = ""
     for each in measured:
         limit = limits[each.view]
-        if each.transferred <= EXACT and _are_controls_beyond(EXACT, each):
+        if _is_exact(each, max(other.noise for other in measured if other.view is each.view)):
             continue
         if not _are_controls_beyond(limit, each):
             undecided = undecided or f"wrong pages are not told from right ones {_at(each, limit)}"
@@ -99,6 +100,14 @@ def judge(measured: Sequence[Distances]) -> Verdict:
             reason = f"transferred pages differ from the engine's own {_at(each, limit)}"
             return Verdict(Outcome.REFUTED, reason, limits)
     return Verdict(Outcome.UNDECIDED if undecided else Outcome.PROVEN, undecided, limits)
+
+
+def _is_exact(each: Distances, noise: float) -> bool:
+    if _are_controls_beyond(EXACT, each):
+        return each.transferred <= EXACT
+    # One token matters little to this model, as to those with random weights.
+    is_seen = _are_controls_beyond(max(FINEST, noise), each)
+    return is_seen and each.transferred <= min(each.controls) / FINE_FACTOR
 
 
 def _limit(measured: Sequence[Distances]) -> float:
@@ -125,8 +134,8 @@ def _mean(values: Iterable[float]) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def longest_prompt(max_model_len: int, *, on_gpu: bool) -> int:
-    return min(LONGEST_ON_GPU if on_gpu else LONGEST_ON_CPU, max_model_len - NUM_ANSWERED - 1)
+def longest_prompt(max_model_len: int, *, on_gpu: bool) -> int:  # a token is appended, and another answered
+    return min(LONGEST_ON_GPU if on_gpu else LONGEST_ON_CPU, max_model_len - 2)
 
 
 def lengths(block_size: int, longest: int) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, PromptSources, RequestId, TokenLogprob
-from kvferry.proof.measure import _ANSWER, Answered, Measurement, NotComparable, answered
+from kvferry.proof.measure import _TOKEN, Answered, Measurement, NotComparable, answered
 from kvferry.proof.verdict import FARTHEST, Distances, Outcome, View, judge, prompts
 
 TOKENS = list(range(1000, 1060))
@@ -301,7 +301,7 @@ async def test_the_last_token_is_computed_in_the_same_step_each_time() -> None:
     ("tokens", "logprobs"), [(1, 1), (2, 1), (2, 0), (3, 3)], ids=["short", "one missing", "none", "long"]
 )
 def test_an_answer_without_what_was_asked_for_is_not_compared(tokens: int, logprobs: int) -> None:
-    request = EngineRequest(RequestId("r"), [1, 2], _ANSWER)
+    request = EngineRequest(RequestId("r"), [1, 2], structs.replace(_TOKEN, max_tokens=2))
     entries = [[TokenLogprob(7, "", -0.5)]] * logprobs
     output = EngineOutput([7] * tokens, "", entries or None, FinishReason.LENGTH)
     with pytest.raises(NotComparable):
@@ -311,7 +311,7 @@ def test_an_answer_without_what_was_asked_for_is_not_compared(tokens: int, logpr
 
 
 def test_an_answer_in_several_outputs() -> None:
-    request = EngineRequest(RequestId("r"), [1, 2], _ANSWER)
+    request = EngineRequest(RequestId("r"), [1, 2], structs.replace(_TOKEN, max_tokens=2))
     outputs = [EngineOutput([token], "", [[TokenLogprob(token, "", -0.5)]]) for token in (7, 8)]
     found = answered(request, outputs)
     assert (found.token_ids, found.logprobs, found.last) == ([7, 8], [{7: -0.5}, {8: -0.5}], outputs[1])

@@ -14,6 +14,7 @@ from kvferry.proof.verdict import (
     CONTROL_FACTOR,
     EXACT,
     FARTHEST,
+    FINEST,
     MIN_PROMPT,
     NOISE_FACTOR,
     NUM_LIKELIEST,
@@ -117,8 +118,18 @@ def test_what_is_no_number_is_as_far_away_as_can_be(own: list[dict[int, float]],
         ([measured(controls=())], Outcome.UNDECIDED),
         ([measured(controls=(0.0, 5.0))], Outcome.UNDECIDED),
         ([measured(controls=(5.0, 0.0))], Outcome.UNDECIDED),
-        ([measured(controls=(CONTROL_FACTOR * EXACT,))], Outcome.UNDECIDED),
+        ([measured(EXACT, controls=(CONTROL_FACTOR * EXACT,))], Outcome.UNDECIDED),
         ([measured(controls=(1.01 * CONTROL_FACTOR * EXACT,))], Outcome.PROVEN),
+        # Controls that are near, as of models with random weights: the transfer has to be far nearer.
+        ([measured(controls=(CONTROL_FACTOR * EXACT,))], Outcome.PROVEN),
+        ([measured(1e-6, controls=(1e-5, 5.0))], Outcome.PROVEN),
+        ([measured(1.1e-6, controls=(1e-5, 5.0))], Outcome.UNDECIDED),
+        ([measured(0.0, 5e-6, (1e-5,))], Outcome.UNDECIDED),
+        ([measured(0.0, 0.0, (1e-5,)), measured(0.0, 5e-6)], Outcome.UNDECIDED),
+        ([measured(0.0, 0.0, (1e-5,)), measured(0.0, 5e-6, view=View.HELD)], Outcome.PROVEN),
+        ([measured(0.0, 4.9e-6, (1e-5,))], Outcome.PROVEN),
+        ([measured(controls=(2 * FINEST,))], Outcome.UNDECIDED),
+        ([measured(controls=(2.1 * FINEST,))], Outcome.PROVEN),
         ([measured(0.1, 0.1, (0.3, 5.0))], Outcome.UNDECIDED),
         ([measured(0.1, 0.1, (CONTROL_FACTOR * NOISE_FACTOR * 0.1,))], Outcome.UNDECIDED),
         ([measured(0.1, 0.1, (0.41,))], Outcome.PROVEN),
@@ -164,6 +175,7 @@ def test_proven_is_only_what_is_nearer_than_every_control(of_prompts: list[Dista
         for each in of_prompts:
             assert each.controls
             assert each.transferred < min(each.controls)
+            assert min(each.controls) > CONTROL_FACTOR * FINEST
             noise = max(other.noise for other in of_prompts if other.view is each.view)
             assert each.transferred <= max(EXACT, NOISE_FACTOR * noise)
 
