@@ -129,7 +129,7 @@ bench-rag: $(STAMP) ## kvferry beside vLLM and ray.serve.llm on the published RA
 bench-plan: $(STAMP) ## kvferry plan after calibration beside real engines on this CPU (five minutes); the last line is JSON
 	@$(BIN)/python -m bench.plan_reality $(ARGS)
 
-gpu-check: ## Run on this machine's GPUs what was tested on CPUs, with a report (an hour); exit code 3 without a GPU; ARGS=--dry-run
+gpu-check: ## Run on this machine's GPUs what was tested on CPUs, with a report (90 minutes); exit code 3 without a GPU; ARGS=--dry-run
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
 bench-handoff: $(STAMP) ## Bytes/s of the KV transfer beside raw NIXL with the same bytes and descriptors; the last line is JSON

@@ -25,7 +25,7 @@ from unittest import mock
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.engine_device import model_config
+from bench.engine_device import model_config, on_gpu
 from bench.machine_turn import machine_turn
 from bench.proof_models import KINDS, make
 from bench.results import BenchFailed, Results, run_benchmark
@@ -35,12 +35,14 @@ from kvferry.config import ModelConfig
 from kvferry.engine.base import Engine, EngineOutput, EngineRequest
 from kvferry.engine.vllm import engine as vllm_engine
 from kvferry.engine.vllm.start import arguments as engine_arguments
+from kvferry.errors import KvferryError
 from kvferry.model_folder import DEFAULT_NAME
-from kvferry.proof.measure import Answered, Ask, Measurement, answered
-from kvferry.proof.verdict import LONGEST_ON_CPU, TEXT, Distances, Outcome, Verdict, judge, prompts
+from kvferry.proof.measure import Answered, Ask, Measurement, NotComparable, answered
+from kvferry.proof.verdict import TEXT, Distances, Outcome, Verdict, judge, longest_prompt, prompts
 
 # Read by bench.damaged_transfers, in the engines' processes.
 DAMAGE_VARIABLE = "KVFERRY_DAMAGE"
+MAX_REASON_CHARS = 300
 MODULE, CLASS = "bench.damaged_transfers", "DamagingConnector"
 
 DAMAGES = (
@@ -50,12 +52,13 @@ DAMAGES = (
 # Kinds with damaged pages; `proof_models` has others.
 DAMAGED_KINDS = ("default", "default-bfloat16", "llama", "gemma3", "mistral", "gpt-oss", "llama-fp8")
 NUM_UNDAMAGED = 50  # proofs of the default model without damage
+MAX_MODEL_LEN = 2048
 
 
 def model_of(kind: str, scratch: Path) -> ModelConfig:
     which = KINDS[kind]
     folder = model_folder.resolve(which.model) if which.model == DEFAULT_NAME else make(kind, scratch / kind)
-    return model_config(path=str(folder), max_model_len=2048, dtype=which.dtype)
+    return model_config(path=str(folder), max_model_len=MAX_MODEL_LEN, dtype=which.dtype)
 
 
 def ask_of(engine: Engine) -> Ask:
@@ -69,13 +72,13 @@ def ask_of(engine: Engine) -> Ask:
 async def prove(pair: VllmPair, seed: int) -> tuple[Verdict, Sequence[Distances]]:
     """Prove the transfer between two engines as a gateway does."""
     tokens = [token for text in TEXT for token in pair.tokenize(text)]
-    block_size = pair.decode.info.block_size
+    block_size, longest = pair.decode.info.block_size, longest_prompt(MAX_MODEL_LEN, on_gpu=on_gpu())
     measurement = Measurement(
         ask_of(pair.prefill), ask_of(pair.decode), block_size=block_size, tokens=tokens, name=f"proof-{seed}"
     )
     measured = [
         distances
-        for number, prompt in enumerate(prompts(tokens, block_size, LONGEST_ON_CPU, seed))
+        for number, prompt in enumerate(prompts(tokens, block_size, longest, seed))
         for distances in await measurement.distances(number, prompt)
     ]
     return judge(measured), measured
@@ -103,17 +106,21 @@ async def run(
 ) -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     results.add({"machine": machine})
-    totals = {"damaged": 0, "certified_though_damaged": 0, "undamaged": 0, "false_alarms": 0}
+    totals = {"damaged": 0, "certified_though_damaged": 0, "undamaged": 0, "false_alarms": 0, "engines_failed": 0}
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, damaging_connector(file := Path(scratch) / "damage"):
         for kind in kinds:
             repeats = num_undamaged if kind == "default" else 1
             task = progress.add_task(kind, total=len(damages) + repeats)
             advance = functools.partial(progress.advance, task)
-            await _run_kind(kind, Path(scratch), file, damages, repeats, totals, results, advance)
+            try:
+                await _run_kind(kind, Path(scratch), file, damages, repeats, totals, results, advance)
+            except (KvferryError, NotComparable) as error:
+                totals["engines_failed"] += 1
+                results.add({kind: {"outcome": "no result", "reason": str(error)[:MAX_REASON_CHARS]}})
     results.add({**totals, "seconds": round(time.monotonic() - begun_s, 1)})
-    if totals["certified_though_damaged"] or totals["false_alarms"]:
-        raise BenchFailed("damages were not found, or there were false alarms")
+    if totals["certified_though_damaged"] or totals["false_alarms"] or totals["engines_failed"]:
+        raise BenchFailed("damages were not found, there were false alarms, or engines failed")
 
 
 async def _run_kind(
@@ -159,11 +166,14 @@ def _figures(verdict: Verdict, measured: Sequence[Distances]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--kinds", default=",".join(DAMAGED_KINDS), help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--kinds", default=",".join(DAMAGED_KINDS), help="comma-separated, or all (default: %(default)s)"
+    )
     parser.add_argument("--damages", default=",".join(DAMAGES), help="likewise; may be empty (default: %(default)s)")
     parser.add_argument("--undamaged", type=int, default=NUM_UNDAMAGED, help="proofs (default: %(default)s)")
     given = parser.parse_args()
-    kinds, damages = given.kinds.split(","), [damage for damage in given.damages.split(",") if damage]
+    kinds = list(KINDS) if given.kinds == "all" else given.kinds.split(",")
+    damages = [damage for damage in given.damages.split(",") if damage]
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"--kinds: there is no kind {unknown[0]!r}; there are {', '.join(KINDS)}")
     console = Console(stderr=True)

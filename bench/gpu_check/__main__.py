@@ -1,6 +1,6 @@
 """Test on this machine's GPUs what is tested on CPUs, and write one report (docs/operator/gpu.md).
 
-    make gpu-check                                  set up an environment for CUDA, run all parts: an hour at most
+    make gpu-check                                  set up an environment for CUDA, run all parts: 90 minutes at most
     make gpu-check ARGS="--only exact --only tiers" some of them
     make gpu-check ARGS=--list                      their names
     make gpu-check ARGS=--dry-run                   each part's dry run, on any machine

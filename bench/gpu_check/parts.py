@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from bench.engine_device import DEVICE, ENGINE, MODEL
 
-TOTAL_LIMIT_S = 3600
+TOTAL_LIMIT_S = 5400
 OUT = "{out}"  # in commands: the folder for what a part writes
 
 
@@ -95,10 +95,20 @@ PARTS: Sequence[Part] = (
         360,
     ),
     Part(
-        "quantized-pages",
-        "pages of fp8 come through a transfer as they were computed; kvferry refuses them until this was seen",
-        "tests",
-        _tests("tests/model/test_quantized_pages.py"),
+        "proof",
+        "transfers of every kind of model are proven in the type that they are served in: fp8 pages, latent attention, "
+        "sinks, windows, recurrent layers, 4-bit weights",
+        "bench",
+        ("-m", "bench.proof", "--kinds", "all", "--damages", "", "--undamaged", "3"),
+        1200,
+        {MODEL: json.dumps({"dtype": "bfloat16"})},
+        capability=89,
+    ),
+    Part(
+        "proof-damages",
+        "proofs notice each damage of transferred pages",
+        "bench",
+        ("-m", "bench.proof", "--kinds", "default-bfloat16,llama-fp8", "--undamaged", "1"),
         300,
         capability=89,
     ),

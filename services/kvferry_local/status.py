@@ -59,6 +59,7 @@ class MemberStatus:
     fault: str = ""
     metrics_address: str = ""  # host:port where it answers Prometheus
     volume_faults: tuple[str, ...] = ()  # path and cause of each volume that a keeper cannot use
+    without_tiers: str = ""  # why a worker's engine has none, though tiers are configured
     pool: str = ""  # of a worker, or its entry of `models`; empty: the default one
     is_of_entry: bool = False
 
@@ -78,7 +79,10 @@ class ClusterStatus:
 
     @property
     def warnings(self) -> list[str]:
-        return [f"{member.member_id} does not use {fault}" for member in self.members for fault in member.volume_faults]
+        unused = [f"{each.member_id} does not use {fault}" for each in self.members for fault in each.volume_faults]
+        return unused + [
+            f"{each.member_id} has no tiers: {each.without_tiers}" for each in self.members if each.without_tiers
+        ]
 
     def as_json(self) -> dict[str, Any]:
         values: dict[str, Any] = msgspec.to_builtins(self)
@@ -146,6 +150,7 @@ async def _look_at(member: Member, tls: TlsConfig, now_unix_s: float) -> MemberS
         fault=fault,
         metrics_address=member.metrics_address,
         volume_faults=member.volume_faults,
+        without_tiers=member.without_tiers,
         pool=entry_of(member.pool),
         is_of_entry=is_of_entry(member.pool),
     )

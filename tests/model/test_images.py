@@ -302,15 +302,15 @@ async def test_a_preempted_answer_ends_or_is_what_it_is_alone(tmp_path: Path) ->
         await pair.stop()
 
 
-async def test_with_tiers_and_several_ranks_images_are_refused(tmp_path: Path, cells: dict[str, str]) -> None:
+async def test_image_models_have_no_tiers_and_one_rank(tmp_path: Path, cells: dict[str, str]) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from kvferry.engine.vllm.model_kinds import why_refused
+    from kvferry.engine.vllm.model_kinds import why_refused, why_without_tiers
 
     folder = make_image_model("idefics3", tmp_path)
     config = EngineArgs(model=str(folder), max_model_len=512, dtype="float32").create_engine_config()
-    assert why_refused(config, has_tiers=False) == ""
-    assert "pages of tiers are not proven" in why_refused(config, has_tiers=True)
+    assert why_refused(config) == ""
+    assert "pages of tiers are not proven" in why_without_tiers(config)
     config.parallel_config.tensor_parallel_size = 2
-    assert "several ranks of tensor parallelism" in why_refused(config, has_tiers=False)
-    cells["tiers and volumes"] = "refused"
+    assert "several ranks of tensor parallelism" in why_refused(config)
+    cells["tiers and volumes"] = "no tiers"

@@ -23,7 +23,7 @@ from bench.engine_device import model_config, on_gpu
 from bench.model_matrix import COLUMNS
 from bench.tiny_models import CONFIGURED, OTHERS, OVERRIDDEN, TESTED, make_model, write_config
 from bench.vllm_engines import VllmPair, answer, child_processes, prefill, start_pair
-from kvferry.config import ModelConfig
+from kvferry.config import ModelConfig, TierConfig
 from kvferry.engine.base import EngineOutput, EngineRequest, RequestId, Sampling, TierHints, TransferParams
 from kvferry.tenancy.namespace import Namespace
 from support.all_models import ALL_MODELS, only_with_all_models
@@ -125,9 +125,16 @@ async def test_disaggregated_equals_aggregated(
     pair = await start_pair(
         model,
         on_prefill=lambda: children.update(child_processes()),
+        tier=TierConfig(enabled=True) if name in WINDOWED else None,
         **settings,
     )
     try:
+        # An engine whose pages may not go to tiers starts without.
+        assert all(
+            ("a sliding window" in each.info.without_tiers) == (name in WINDOWED)
+            for each in (pair.prefill, pair.decode)
+        )
+        assert all(each.info.num_cpu_pages == 0 for each in (pair.prefill, pair.decode))
         prompts = Prompts(pair, 3)
         for length in LENGTHS:
             prompt = prompts.prompt(length)
@@ -231,19 +238,19 @@ async def test_pages_that_were_on_a_volume_are_what_was_computed(
 
 
 @pytest.mark.parametrize("name", INSPECTED)
-def test_other_kinds_are_refused_with_tiers_alone(
+def test_other_kinds_are_served_without_tiers(
     name: str, tmp_path: Path, cells: defaultdict[str, dict[str, str]]
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from kvferry.engine.vllm.model_kinds import why_refused
+    from kvferry.engine.vllm.model_kinds import why_refused, why_without_tiers
 
     folder = write_config(name, tmp_path)
     dtype = "float16" if name == "qwen3-gptq" else "float32"  # vLLM has no other kernels for it
     arguments = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=512, dtype=dtype)
     config = arguments.create_engine_config()
-    assert why_refused(config, has_tiers=False) == ""
-    with_tiers = why_refused(config, has_tiers=True)
-    assert bool(with_tiers) == (name in {*WINDOWED, *OTHERS} - {"qwen3-gptq"}), with_tiers
-    if with_tiers:
-        cells[name]["tiers and volumes"] = "refused"
+    assert why_refused(config) == ""
+    without = why_without_tiers(config)
+    assert bool(without) == (name in {*WINDOWED, *OTHERS} - {"qwen3-gptq"}), without
+    if without:
+        cells[name]["tiers and volumes"] = "no tiers"

@@ -170,12 +170,10 @@ class TestRanks:
     def test_kv_heads_are_divided_and_then_copied(self) -> None:
         llama = geometry_of("Llama-3.1-70B")
         assert [llama.bytes_per_token("bf16", tp) for tp in (1, 2, 8, 16)] == [327_680, 163_840, 40_960, 40_960]
-        assert llama.bytes_per_token_of_all_ranks("bf16", 16) == 2 * 327_680
 
     def test_every_rank_has_the_whole_latent(self) -> None:
         deepseek = geometry_of("DeepSeek-V3")
         assert deepseek.bytes_per_token("bf16", 8) == deepseek.bytes_per_token("bf16") == 70_272
-        assert deepseek.bytes_per_token_of_all_ranks("bf16", 8) == 8 * 70_272
 
     def test_sizes_that_do_not_divide_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="64 attention heads cannot be divided among 3"):
@@ -199,12 +197,8 @@ class TestSequences:
         assert here <= pool.bytes_of_sequence(num_tokens + 1)
         assert here % pool.block_bytes == 0
 
-    def test_a_pool_keeps_one_block_for_itself(self) -> None:
-        pool = geometry_of("Llama-3.1-8B").pool("bf16")
-        assert pool.block_bytes == 16 * 131_072
-        assert pool.num_sequences(1024, 129 * pool.block_bytes) == 2
-        assert pool.num_sequences(1024, 128 * pool.block_bytes) == 1
-        assert pool.num_sequences(1024, 0) == 0
+    def test_a_block_of_a_pool_is_a_page_of_all_layers(self) -> None:
+        assert geometry_of("Llama-3.1-8B").pool("bf16").block_bytes == 16 * 131_072
 
 
 class TestDtypes:

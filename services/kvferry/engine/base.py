@@ -368,6 +368,7 @@ class EngineInfo:
     num_pages: int
     kv_cache_dtype: str
     num_cpu_pages: int = 0  # capacity of the CPU tier
+    without_tiers: str = ""  # why it has none, though tiers are configured
     exchange: ExchangeFields = ()
     device: str = ""  # that it computes on, with driver and number of ranks
     # Memory of all pages. Layers with windows share block ids, so it may be less than num_pages * page_bytes. 0: equal.

@@ -46,7 +46,7 @@ class Readiness(msgspec.Struct, frozen=True):
     """Whether requests can be answered now; `waiting_for` names missing parts.
 
     `left_out`: workers that this gateway must not work with. `unpaired`: those that exchange KV pages with no worker of
-    the other role. `unproven`: transfers that are not used yet. `pools`: numbers of usable workers by role.
+    the other role. `unproven`: transfers and tiers that are not used. `pools`: numbers of usable workers by role.
     """
 
     ready: bool

@@ -405,14 +405,16 @@ class GatewayHost:
         )
 
     def _may_transfer(self, prefill: EngineKind, decode: EngineKind, pool: str, has_adapter: bool) -> bool:
-        if self._models.proof_of(pool) != "required":
-            return True
-        return self.prover.is_proven(prefill, decode, has_adapter=has_adapter)
+        is_required = self._models.proof_of(pool) == "required"
+        return not is_required or self.prover.is_proven(prefill, decode, has_adapter=has_adapter)
 
     def _unproven(self) -> Iterator[str]:
         for subject, result in self.prover.results():
             if result is None or not result.is_proven:
                 yield f"{subject}: {PENDING if result is None else result.reason}"
+        for link in self.worker_pool.usable(MemberKind.DECODE):
+            if link.member.without_tiers:
+                yield f"tiers of {link.member.member_id}: {link.member.without_tiers}"
 
     def _sample_proofs(self) -> Sequence[ProofSample]:
         found: dict[tuple[str, str], ProofSample] = {}

@@ -205,7 +205,6 @@ class Models:
         return model.volumes.get(entry_of(pool)) if model is not None else None
 
     def proof_of(self, pool: str) -> Proof:
-        """Return what is asked for before pages are transferred between the pool's workers."""
         model = self._model_of(pool)
         return model.proofs.get(entry_of(pool), "required") if model is not None else "required"
 

@@ -43,6 +43,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int = 0
     kv_cache_dtype: str = ""
     device: str = ""  # that its engine computes on, with driver and number of ranks
+    without_tiers: str = ""  # why its engine has none, though tiers are configured
     pool: str = ""  # of workers; empty: the default one
     pools: tuple[str, ...] | None = None  # that a gateway is configured with; None: it is of a release without pools
     exchange: ExchangeFields = ()  # what decides the meaning of its pages' bytes; empty: not known

@@ -147,6 +147,7 @@ class WorkerHost:
             page_bytes=info.page_bytes,
             kv_cache_dtype=info.kv_cache_dtype,
             device=info.device,
+            without_tiers=info.without_tiers,
             pool=self._pool,
             exchange=info.exchange,
             exchange_digest=exchange_digest(info.exchange),

@@ -31,7 +31,7 @@ def part(name: str, program: str = "", **values: object) -> Part:
     return Part(name, f"what {name} shows", **values)  # type: ignore[arg-type]
 
 
-def test_each_part_has_a_name_of_its_own_and_fits_the_hour() -> None:
+def test_each_part_has_a_name_of_its_own_and_fits_the_limit_of_all() -> None:
     assert len({each.name for each in PARTS}) == len(PARTS)
     assert all(each.limit_s < TOTAL_LIMIT_S for each in PARTS)
     # On one GPU, the first ones at their limits leave the last one time.

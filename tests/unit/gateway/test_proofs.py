@@ -11,6 +11,7 @@ from typing import Any, get_args
 import httpx
 import pytest
 import pytest_asyncio
+from msgspec import structs
 
 from kvferry import config as configuration
 from kvferry.config.engine import EngineConfig, Proof
@@ -18,7 +19,7 @@ from kvferry.errors import ConfigError
 from kvferry.gateway.identity.key_file import new_key
 from kvferry.gateway.lifecycle import GatewayHost
 from kvferry.gateway.models import GatewayModel
-from kvferry.membership.base import MemberKind
+from kvferry.membership.base import Member, MemberKind
 from kvferry.proof.certificates import FOLDER, Certificate, Certificates, EngineKind, Way, kind_of
 from kvferry.proof.prover import Prover
 from kvferry.proof.verdict import Distances, Outcome, View
@@ -135,6 +136,22 @@ async def test_readyz_names_what_is_not_proven_until_it_is(start: START) -> None
     assert (answer.status_code, answer.json()["ready"]) == (200, True), "decode workers compute prompts"
     await simulated.write(Outcome.PROVEN)
     assert (await simulated.get("/readyz")).json()["unproven"] == []
+
+
+async def test_readyz_names_engines_without_the_tiers_that_are_configured(
+    start: START, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = WorkerHost.member.fget
+    assert made is not None
+
+    def without_tiers(host: WorkerHost) -> Member:
+        return structs.replace(made(host), without_tiers="a sliding window")
+
+    monkeypatch.setattr(WorkerHost, "member", property(without_tiers))
+    simulated = await start("off")
+    (decode,) = simulated.gateway.worker_pool.usable(MemberKind.DECODE)
+    answer = (await simulated.get("/readyz")).json()
+    assert answer["unproven"] == [f"tiers of {decode.member.member_id}: a sliding window"]
 
 
 async def test_readyz_names_it_to_operators_alone(start: START) -> None:

@@ -10,6 +10,19 @@ from kvferry_local import commands
 from kvferry_local.status import ClusterStatus, _look_at
 
 
+async def status_with(member: Member) -> ClusterStatus:
+    return ClusterStatus(
+        name="c",
+        url="",
+        alive=True,
+        uptime_s=1.0,
+        engine="sim",
+        model="m",
+        etcd_endpoints=(),
+        members=(await _look_at(member, TlsConfig(), 0.0),),
+    )
+
+
 async def test_volumes_that_a_keeper_cannot_use_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     keeper = Member(
         kind=MemberKind.KEEPER,
@@ -20,16 +33,20 @@ async def test_volumes_that_a_keeper_cannot_use_are_named(capsys: pytest.Capture
         volumes=("v-2",),
         volume_faults=("volume /a: /a: Not a directory",),
     )
-    seen = ClusterStatus(
-        name="c",
-        url="",
-        alive=True,
-        uptime_s=1.0,
-        engine="sim",
-        model="m",
-        etcd_endpoints=(),
-        members=(await _look_at(keeper, TlsConfig(), 0.0),),
-    )
+    seen = await status_with(keeper)
     commands._print_warnings(seen.warnings)
     assert capsys.readouterr().err == "kvferry: warning: keeper-1 does not use volume /a: /a: Not a directory\n"
     assert seen.as_json()["members"][0]["volume_faults"] == keeper.volume_faults
+
+
+async def test_an_engine_without_the_tiers_that_are_configured_is_named() -> None:
+    worker = Member(
+        kind=MemberKind.DECODE,
+        member_id=MemberId("decode-1"),
+        address="127.0.0.1:1",
+        model="m",
+        version="0",
+        without_tiers="pages of tiers are not proven for a sliding window",
+    )
+    seen = await status_with(worker)
+    assert seen.warnings == ["decode-1 has no tiers: pages of tiers are not proven for a sliding window"]

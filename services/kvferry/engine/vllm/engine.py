@@ -41,7 +41,7 @@ from kvferry.engine.base import (
 )
 from kvferry.engine.fair_turns import FairTurns
 from kvferry.engine.parsing import ParsedAnswer
-from kvferry.engine.quality_report import QualityReport, read_report, why_untested
+from kvferry.engine.quality_report import read_report, why_untested
 from kvferry.engine.vllm.adapter_folder import stage
 from kvferry.engine.vllm.adapters import Adapters
 from kvferry.engine.vllm.plugins.core_fields import SET_TERMS
@@ -109,6 +109,7 @@ class VllmEngine:
         self._adapters_config = adapters
         self._adapters = Adapters((), adapters.num_loaded)
         self._tier = tier if tier is not None else TierConfig()
+        self._why_without_tiers = ""
         self._keeper_socket = keeper_socket
         self._volume_pool = volume_pool
         self._has_tenants = has_tenants
@@ -116,7 +117,6 @@ class VllmEngine:
         self._weights = ""
         self._weights_digest = ""
         self._draft: DraftModel | None = None
-        self._quality: QualityReport | None = None
         self._model_folder = model_folder
         self._model = model
         self._config = engine
@@ -158,7 +158,6 @@ class VllmEngine:
             self._adapters = Adapters(staged, adapters.num_loaded)
         prepare_environment(self._config, side_channel_port=free_port(self._config.side_channel_host))
         keep_none_in_copies()
-        self._quality = None if self._config.quality_report is None else read_report(self._config.quality_report)
         try:
             await asyncio.wait_for(asyncio.to_thread(self._build, engine_id), self._config.start_timeout_s)
         except TimeoutError:
@@ -173,6 +172,7 @@ class VllmEngine:
             pool_bytes=sum(await self._llm.collective_rpc("kvferry_pool_bytes")),
             cpu_bytes=cpu_tier_bytes(self._tier),
             adapters=self._adapters.keys,
+            without_tiers=self._why_without_tiers,
         )
         await asyncio.to_thread(keep_none_in, self._llm.input_processor.tokenizer)
         if not self._producer and self._config.device != "cpu":
@@ -187,12 +187,9 @@ class VllmEngine:
         self._stat_logger.reset()
 
     def _build(self, engine_id: EngineId) -> None:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from kvferry.engine.vllm.continuation import Continuations
-        from kvferry.engine.vllm.model_kinds import leave_untested_images_out, why_refused
         from kvferry.engine.vllm.outputs import PromptSourceRecorder
         from kvferry.engine.vllm.parsing import Parsers, check_names
         from kvferry.engine.vllm.start.argument_parser import check_variables, refusal
@@ -213,15 +210,7 @@ class VllmEngine:
             return counters[-1]
 
         try:
-            arguments = AsyncEngineArgs(
-                **self._arguments(engine_id), structured_outputs_config=structured_outputs_config()
-            )
-            vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-            leave_untested_images_out(vllm_config.model_config)
-            if reason := why_refused(vllm_config, has_tiers=self._tier.enabled):
-                raise UnsupportedEngine(reason)
-            if reason := why_not_startable(vllm_config, self._config, self._argument_keys):
-                raise UnsupportedEngine(reason)
+            arguments, vllm_config = self._engine_config(engine_id)
             self._require_quality(vllm_config)
             assert self._folder is not None
             with self._folder.holds_sockets():
@@ -239,15 +228,32 @@ class VllmEngine:
         self._validator = StructuredOutputValidator(self._llm)
         self._parsers = Parsers(self._model, self._llm.output_processor.tokenizer, self._llm.model_config)
 
+    def _engine_config(self, engine_id: EngineId) -> tuple[Any, Any]:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+
+        from kvferry.engine.vllm.model_kinds import leave_untested_images_out, why_refused, why_without_tiers
+
+        arguments = AsyncEngineArgs(**self._arguments(engine_id), structured_outputs_config=structured_outputs_config())
+        vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        leave_untested_images_out(vllm_config.model_config)
+        if reason := why_refused(vllm_config) or why_not_startable(vllm_config, self._config, self._argument_keys):
+            raise UnsupportedEngine(reason)
+        if self._tier.enabled and (reason := why_without_tiers(vllm_config)):
+            log.warning("this engine has no tiers (tier.enabled): %s", reason)
+            self._tier, self._why_without_tiers = TierConfig(), reason
+            return self._engine_config(engine_id)
+        return arguments, vllm_config
+
     def _require_quality(self, vllm_config: Any) -> None:
-        if self._quality is None:
+        if self._config.quality_report is None:
             return
         from vllm import __version__
 
         from kvferry.engine.vllm.plugins.exchange_fields import kv_cache_dtype
 
         reason = why_untested(
-            self._quality,
+            read_report(self._config.quality_report),
             weights=self._weights_digest,
             revision=self._model.revision,
             max_model_len=vllm_config.model_config.max_model_len,
@@ -277,8 +283,8 @@ class VllmEngine:
             kv_transfer=kv_transfer_config(
                 self._config, engine_id, producer=self._producer, weights=self._weights, tiers=tiers
             ),
-            events_endpoint=self._events_endpoint(),
-            replay_endpoint=self._replay_endpoint(),
+            events_endpoint=self._endpoint("events"),
+            replay_endpoint=self._endpoint("replay"),
             has_tenants=self._has_tenants,
             adapters=self._adapters_config,
             draft=self._draft,
@@ -286,13 +292,9 @@ class VllmEngine:
             keys=self._argument_keys,
         )
 
-    def _events_endpoint(self) -> str:
+    def _endpoint(self, name: str) -> str:
         assert self._folder is not None
-        return f"ipc://{self._folder.path}/events"
-
-    def _replay_endpoint(self) -> str:
-        assert self._folder is not None
-        return f"ipc://{self._folder.path}/replay"
+        return f"ipc://{self._folder.path}/{name}"
 
     async def generate(
         self, request: EngineRequest, *, due_ms: float = 0.0, trace: TraceContext | None = None
@@ -466,7 +468,7 @@ class VllmEngine:
     def kv_events(self) -> AsyncIterator[KvEventBatch]:
         from kvferry.engine.vllm.events import listen
 
-        return listen(self._events_endpoint(), self._replay_endpoint())
+        return listen(self._endpoint("events"), self._endpoint("replay"))
 
     async def stop(self) -> None:
         if self._llm is not None:

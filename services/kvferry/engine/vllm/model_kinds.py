@@ -25,12 +25,16 @@ _EAGLE_ARCHITECTURES = frozenset({"EagleLlamaForCausalLM", "Eagle3LlamaForCausal
 IMAGE_ARCHITECTURES = frozenset({"Idefics3ForConditionalGeneration"})
 
 
-def why_refused(vllm_config: Any, *, has_tiers: bool) -> str:
+def why_refused(vllm_config: Any) -> str:
     """Return the reason; empty for a model that is served. `vllm_config` is vLLM's, resolved."""
-    reasons = [*_never_served(vllm_config)]
-    if has_tiers and not reasons and (kinds := [*_not_for_tiers(vllm_config)]):
-        reasons = [f"pages of tiers are not proven for {', '.join(kinds)}: set tier.enabled to false"]
-    return f"{'; '.join(reasons)}; docs/user/models.md has what is served" if reasons else ""
+    reasons = "; ".join(_never_served(vllm_config))
+    return f"{reasons}; docs/user/models.md has what is served" if reasons else ""
+
+
+def why_without_tiers(vllm_config: Any) -> str:
+    """Return the reason; empty for a model whose pages may go to tiers."""
+    kinds = ", ".join(_not_for_tiers(vllm_config))
+    return f"pages of tiers are not proven for {kinds}" if kinds else ""
 
 
 def _never_served(vllm_config: Any) -> Iterator[str]:

@@ -55,14 +55,6 @@ class KvPool:
     def bytes_of_sequence(self, num_tokens: int) -> int:
         return self.num_blocks_of_sequence(num_tokens) * self.block_bytes
 
-    def num_blocks(self, num_bytes: int) -> int:
-        """Return the block ids of a pool, with the one that vLLM keeps for itself."""
-        return num_bytes // self.block_bytes
-
-    def num_sequences(self, num_tokens: int, num_bytes: int) -> int:
-        """Return how many equal sequences without common prefixes fit."""
-        return max(0, self.num_blocks(num_bytes) - 1) // max(1, self.num_blocks_of_sequence(num_tokens))
-
 
 @dataclass(frozen=True, slots=True)
 class _Layers:

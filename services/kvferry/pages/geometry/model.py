@@ -51,10 +51,6 @@ class ModelGeometry:
             if group.kind in (LayerKind.FULL, LayerKind.LATENT)
         )
 
-    def bytes_per_token_of_all_ranks(self, kv_cache_dtype: str, tensor_parallel_size: int = 1) -> int:
-        """Return the sum over ranks, copies of KV heads and latents included."""
-        return tensor_parallel_size * self.bytes_per_token(kv_cache_dtype, tensor_parallel_size)
-
     def state_bytes(self, tensor_parallel_size: int = 1) -> int:
         """Return the bytes of one sequence's states, without padding."""
         return sum(

@@ -1,4 +1,4 @@
-"""A model is refused if it cannot be served at all, and with tiers unless its kind was tried with them."""
+"""A model is refused if it cannot be served at all, and has no tiers unless its kind was tried with them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvferry.engine.vllm.model_kinds import (
     IMAGE_ARCHITECTURES,
     leave_untested_images_out,
     why_refused,
+    why_without_tiers,
 )
 
 
@@ -38,10 +39,9 @@ def config(**values: Any) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("has_tiers", [False, True])
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_what_was_tried_with_tiers_is_served(architecture: str, has_tiers: bool) -> None:
-    assert why_refused(config(architecture=architecture, layer_types=["full_attention"]), has_tiers=has_tiers) == ""
+def test_what_was_tried_with_tiers_has_them(architecture: str) -> None:
+    assert why_without_tiers(config(architecture=architecture, layer_types=["full_attention"])) == ""
 
 
 def test_every_architecture_was_tried() -> None:
@@ -63,21 +63,18 @@ NOT_FOR_TIERS = [
 
 @pytest.mark.parametrize(("values", "kind"), NOT_FOR_TIERS)
 def test_other_kinds_are_served_without_tiers(values: dict[str, Any], kind: str) -> None:
-    assert why_refused(config(**values), has_tiers=False) == ""
-    reason = why_refused(config(**values), has_tiers=True)
-    assert reason.startswith(f"pages of tiers are not proven for {kind}")
-    assert "set tier.enabled to false; docs/user/models.md" in reason
+    assert why_refused(config(**values)) == ""
+    assert why_without_tiers(config(**values)).startswith(f"pages of tiers are not proven for {kind}")
 
 
 @pytest.mark.parametrize(
     ("of_pages", "with_tiers", "ever"),
-    [("auto", "", ""), ("bfloat16", "", ""), ("float16", "", "float16 are not"), ("fp8_e4m3", "fp8_e4m3", "")],
+    [("auto", "", ""), ("bfloat16", "", ""), ("float16", "float16", "float16 are not"), ("fp8_e4m3", "fp8_e4m3", "")],
 )
 def test_pages_of_another_type_are_served_without_tiers(of_pages: str, with_tiers: str, ever: str) -> None:
     whole = config()
     whole.cache_config.cache_dtype = of_pages
-    for has_tiers, expected in ((False, ever), (True, ever or with_tiers)):
-        reason = why_refused(whole, has_tiers=has_tiers)
+    for reason, expected in ((why_refused(whole), ever), (why_without_tiers(whole), with_tiers)):
         assert bool(reason) == bool(expected)
         assert expected in reason
 
@@ -94,19 +91,18 @@ def test_pages_of_another_type_are_served_without_tiers(of_pages: str, with_tier
 def test_drafts_are_served_without_tiers(draft: dict[str, Any], kind: str) -> None:
     whole = config()
     whole.speculative_config = SimpleNamespace(method="draft_model", draft_model_config=model(**draft))
-    assert why_refused(whole, has_tiers=False) == ""
-    reason = why_refused(whole, has_tiers=True)
+    assert why_refused(whole) == ""
+    reason = why_without_tiers(whole)
     assert bool(reason) == bool(kind)
     assert kind in reason
 
 
-def test_ngrams_are_served_with_tiers() -> None:
+def test_ngrams_have_tiers() -> None:
     whole = config()
     whole.speculative_config = SimpleNamespace(method="ngram", draft_model_config=whole.model_config)
-    assert why_refused(whole, has_tiers=True) == ""
+    assert why_without_tiers(whole) == ""
 
 
-@pytest.mark.parametrize("has_tiers", [False, True])
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
@@ -114,25 +110,21 @@ def test_ngrams_are_served_with_tiers() -> None:
         ("is_encoder_decoder", True, "encoder-decoder models are not served"),
     ],
 )
-def test_what_cannot_be_served_is_refused(name: str, value: object, reason: str, has_tiers: bool) -> None:
+def test_what_cannot_be_served_is_refused(name: str, value: object, reason: str) -> None:
     whole = config()
     setattr(whole.model_config, name, value)
-    found = why_refused(whole, has_tiers=has_tiers)
-    assert found.startswith(reason)
-    assert "tier.enabled" not in found
+    assert why_refused(whole).startswith(reason)
 
 
 def test_adapters_in_float16_are_refused() -> None:
     """Finite weights of 10,000 gave pages of NaN, and those wrong answers to requests for the model itself."""
     whole = config(architecture="MixtralForCausalLM")
     whole.lora_config = object()
-    assert why_refused(whole, has_tiers=True) == ""
+    assert why_refused(whole) == ""
     whole.model_config.dtype = "torch.float16"
-    assert "LoRA adapters are not served with a model that is computed in float16" in why_refused(
-        whole, has_tiers=False
-    )
+    assert "LoRA adapters are not served with a model that is computed in float16" in why_refused(whole)
     whole.lora_config = None
-    assert why_refused(whole, has_tiers=False) == ""
+    assert why_refused(whole) == ""
 
 
 def image_model(**text: Any) -> SimpleNamespace:
@@ -141,9 +133,9 @@ def image_model(**text: Any) -> SimpleNamespace:
 
 
 def test_image_models_are_served_alone() -> None:
-    assert why_refused(image_model(), has_tiers=False) == ""
-    assert "pages of tiers are not proven for the architecture Idefics3" in why_refused(image_model(), has_tiers=True)
-    assert "a language model of type qwen2" in why_refused(image_model(model_type="qwen2"), has_tiers=False)
+    assert why_refused(image_model()) == ""
+    assert "the architecture Idefics3" in why_without_tiers(image_model())
+    assert "a language model of type qwen2" in why_refused(image_model(model_type="qwen2"))
     changes: dict[str, dict[str, Any]] = {
         "speculative decoding": {"speculative_config": SimpleNamespace(method="ngram")},
         "LoRA adapters": {"lora_config": SimpleNamespace()},
@@ -153,10 +145,10 @@ def test_image_models_are_served_alone() -> None:
         whole = image_model()
         for name, value in values.items():
             setattr(whole, name, value)
-        assert f"images are untested with {kind}" in why_refused(whole, has_tiers=False)
+        assert f"images are untested with {kind}" in why_refused(whole)
     whole = image_model()
     whole.model_config.quantization = "compressed-tensors"
-    assert "images are untested with quantized weights" in why_refused(whole, has_tiers=False)
+    assert "images are untested with quantized weights" in why_refused(whole)
 
 
 @pytest.mark.parametrize(

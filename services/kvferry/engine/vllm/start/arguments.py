@@ -236,6 +236,7 @@ def describe(
     pool_bytes: int,
     cpu_bytes: int = 0,
     adapters: frozenset[str] = frozenset(),
+    without_tiers: str = "",
 ) -> EngineInfo:
     from kvferry.engine.vllm.plugins.exchange_fields import device_name, exchange_fields, page_dtype, type_name
 
@@ -257,6 +258,7 @@ def describe(
         device=device_name(vllm_config.parallel_config.tensor_parallel_size),
         pool_bytes=pool_bytes,
         adapters=adapters,
+        without_tiers=without_tiers,
     )
 
 
