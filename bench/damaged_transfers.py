@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import MambaSpec
 
-from bench.proof import DAMAGE_VARIABLE
+from bench.proof import DAMAGE_VARIABLE, STALE_STATE
 from kvferry.engine.vllm.plugins.nixl.nixl_connector import KvTransferConnector
 
 Pages = Sequence[torch.Tensor]  # by region, of shape (blocks, bytes)
@@ -24,12 +25,16 @@ class DamagingConnector(KvTransferConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER and not vllm_config.kv_transfer_config.is_kv_producer:
-            _Damaging(self.connector_worker, Path(os.environ[DAMAGE_VARIABLE]), vllm_config)
+            file = Path(os.environ[DAMAGE_VARIABLE])
+            has_state = [isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups]
+            _Damaging(self.connector_worker, file, vllm_config, has_state)
 
 
 class _Damaging:
-    def __init__(self, worker: Any, file: Path, vllm_config: Any) -> None:
-        self._worker, self._file = worker, file
+    def __init__(self, worker: Any, file: Path, vllm_config: Any, has_state: Sequence[bool]) -> None:
+        """`has_state`: by group of layers, whether its blocks are recurrent states."""
+        self._worker, self._file, self._has_state = worker, file, has_state
+        self._states_before: dict[str, dict[int, list[torch.Tensor]]] = {}  # by request and block, by region
         self._num_heads = vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
         self._before: dict[str, list[torch.Tensor]] = {}  # by request: its last block as it was, by region
         self._kept: list[torch.Tensor] = []  # the first block of the transfer before
@@ -38,14 +43,18 @@ class _Damaging:
 
     def read_blocks(self, request_id: str, meta: Any) -> None:
         if blocks := _blocks(meta):
-            self._before[request_id] = [region[blocks[-1]].clone() for region in self._pages()]
+            pages = self._pages()
+            self._before[request_id] = [region[blocks[-1]].clone() for region in pages]
+            states = [block for group, is_state in zip(meta.local_physical_block_ids, self._has_state, strict=True)
+                      if is_state for block in map(int, group)]  # fmt: skip
+            self._states_before[request_id] = {block: [region[block].clone() for region in pages] for block in states}
         self._read(request_id, meta)
 
     def get_transfer_results(self) -> Any:
         receiving = dict(self._worker._recving_metadata)
         results = self._results()
         for request_id in results.finished_recving - results.failed_recving:
-            before = self._before.pop(request_id, None)
+            before, states = self._before.pop(request_id, None), self._states_before.pop(request_id, {})
             blocks = _blocks(receiving[request_id])
             if before is not None and blocks:
                 pages = self._pages()
@@ -53,6 +62,9 @@ class _Damaging:
                 damage = self._file.read_text().strip()
                 if damage == "of-another-layer":
                     _rotate_layers(pages, receiving[request_id].local_physical_block_ids)
+                elif damage == STALE_STATE:
+                    for block, regions in states.items():
+                        _restore(pages, [block], regions)
                 elif damage:
                     self._damages()[damage](pages, blocks, before)
                 self._kept = right

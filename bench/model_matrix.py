@@ -38,7 +38,7 @@ TITLES = {
 
 class Seen(TypedDict):
     vllm: str
-    cells: dict[str, dict[str, str]]  # by model and column: "served", or "refused"
+    cells: dict[str, dict[str, str]]  # by model and column: "served", or "no tiers"
 
 
 def update(cells: Mapping[str, Mapping[str, str]], vllm_version: str) -> None:

@@ -49,8 +49,12 @@ DAMAGES = (
     *("exchanged", "shifted", "of-another-prompt", "of-another-layer"),
     *("keys-for-values", "head-zeroed", "scale-lost", "stale"),
 )
+STALE_STATE = "stale-state"  # of kinds with recurrent layers
 # Kinds with damaged pages; `proof_models` has others.
-DAMAGED_KINDS = ("default", "default-bfloat16", "llama", "gemma3", "mistral", "gpt-oss", "llama-fp8")
+DAMAGED_KINDS = (
+    *("default", "default-bfloat16", "llama", "llama-fp8", "gemma3", "mistral", "mixtral", "cohere2"),
+    *("gpt-oss", "qwen3-next"),
+)
 NUM_UNDAMAGED = 50  # proofs of the default model without damage
 MAX_MODEL_LEN = 2048
 
@@ -111,10 +115,11 @@ async def run(
     with tempfile.TemporaryDirectory() as scratch, damaging_connector(file := Path(scratch) / "damage"):
         for kind in kinds:
             repeats = num_undamaged if kind == "default" else 1
-            task = progress.add_task(kind, total=len(damages) + repeats)
+            of_kind = damages if not KINDS[kind].has_states else [STALE_STATE] if damages else []
+            task = progress.add_task(kind, total=len(of_kind) + repeats)
             advance = functools.partial(progress.advance, task)
             try:
-                await _run_kind(kind, Path(scratch), file, damages, repeats, totals, results, advance)
+                await _run_kind(kind, Path(scratch), file, of_kind, repeats, totals, results, advance)
             except (KvferryError, NotComparable) as error:
                 totals["engines_failed"] += 1
                 results.add({kind: {"outcome": "no result", "reason": str(error)[:MAX_REASON_CHARS]}})

@@ -16,33 +16,42 @@ _GROUP = 32  # weights that share a scale
 
 @dataclass(frozen=True)
 class Kind:
+    title: str
     model: str  # a name in bench/tiny_models.py, or the default model
     dtype: str = "float32"
     settings: Mapping[str, Any] = field(default_factory=dict)  # of both engines
     four_bits: str = ""  # how weights are quantized
+    has_states: bool = False  # of recurrent layers
 
 
-# On the CPU device of vLLM 0.32.
+_E4M3, _E5M2 = {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e5m2"}
 KINDS: Mapping[str, Kind] = {
-    "default": Kind(DEFAULT_NAME),
-    "default-bfloat16": Kind(DEFAULT_NAME, "bfloat16"),
-    **{name: Kind(name) for name in ("llama", "gemma3", "mistral", "mixtral", "granite", "qwen3-int8")},
-    "gpt-oss": Kind("gpt-oss"),
-    "cohere2": Kind("cohere2"),
-    "deepseek-v2": Kind("deepseek-v2", "bfloat16"),
-    "falcon-h1": Kind("falcon-h1"),
-    "falcon-h1-bf16": Kind("falcon-h1", "bfloat16"),
-    "qwen3-next": Kind("qwen3-next", "bfloat16"),
-    "mamba2": Kind("mamba2"),
-    "llama-fp8": Kind("llama", "bfloat16", {"kv_cache_dtype": "fp8_e4m3"}),
-    "llama-fp8-e5m2": Kind("llama", "bfloat16", {"kv_cache_dtype": "fp8_e5m2"}),
-    "gemma3n": Kind("gemma3n"),
-    "llama4": Kind("llama4"),
-    "bloom": Kind("bloom"),
-    "opt": Kind("opt"),
-    "llama-gptq": Kind("llama", "bfloat16", four_bits="gptq"),
-    "llama-awq": Kind("llama", "bfloat16", four_bits="awq"),
-    "llama-w4a16": Kind("llama", "bfloat16", four_bits="compressed-tensors"),
+    "default": Kind("SmolLM2-135M, the default model", DEFAULT_NAME),
+    "default-bfloat16": Kind("SmolLM2-135M, the default model", DEFAULT_NAME, "bfloat16"),
+    "llama": Kind("Llama: grouped attention", "llama"),
+    "gemma3": Kind("Gemma 3: a window in some layers", "gemma3"),
+    "mistral": Kind("Mistral: a window in all layers", "mistral"),
+    "mixtral": Kind("Mixtral: experts", "mixtral"),
+    "granite": Kind("Granite: grouped attention, scaled", "granite"),
+    "qwen3-int8": Kind("Qwen3, weights and inputs INT8", "qwen3-int8", "bfloat16"),
+    "gpt-oss": Kind("gpt-oss: sinks, a window in half the layers", "gpt-oss"),
+    "cohere2": Kind("Command R7B: a window in three of four layers", "cohere2"),
+    "deepseek-v2": Kind("DeepSeek-V2: latent attention (MLA)", "deepseek-v2", "bfloat16"),
+    "falcon-h1": Kind("Falcon-H1: Mamba 2 beside attention", "falcon-h1", has_states=True),
+    "falcon-h1-bf16": Kind("Falcon-H1: Mamba 2 beside attention", "falcon-h1", "bfloat16", has_states=True),
+    "qwen3-next": Kind("Qwen3-Next: linear attention in some layers", "qwen3-next", "bfloat16", has_states=True),
+    "mamba2": Kind("Mamba 2: recurrent layers alone", "mamba2", has_states=True),
+    "llama-fp8": Kind("Llama, pages of fp8_e4m3", "llama", "bfloat16", _E4M3),
+    "llama-fp8-e5m2": Kind("Llama, pages of fp8_e5m2", "llama", "bfloat16", _E5M2),
+    "gemma3n": Kind("Gemma 3n: pages that layers share", "gemma3n"),
+    "llama4": Kind("Llama 4: chunked attention", "llama4"),
+    "bloom": Kind("BLOOM: ALiBi", "bloom"),
+    "opt": Kind("OPT: learned positions", "opt"),
+    "llama-gptq": Kind("Llama, 4-bit weights (GPTQ)", "llama", "bfloat16", four_bits="gptq"),
+    "llama-awq": Kind("Llama, 4-bit weights (AWQ)", "llama", "bfloat16", four_bits="awq"),
+    "llama-w4a16": Kind(
+        "Llama, 4-bit weights (compressed-tensors)", "llama", "bfloat16", four_bits="compressed-tensors"
+    ),
 }
 
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from bench.proof import DAMAGED_KINDS, DAMAGES, damaging_connector, model_of, prove, set_damage
+from bench.engine_device import on_gpu
+from bench.proof import DAMAGES, MAX_REASON_CHARS, damaging_connector, model_of, prove, set_damage
 from bench.proof_models import KINDS
+from bench.proof_record import Row, record, row_of
 from bench.vllm_engines import VllmPair, start_pair
-from kvferry.proof.verdict import Outcome
+from kvferry.errors import KvferryError
+from kvferry.proof.measure import NotComparable
+from kvferry.proof.verdict import Outcome, Verdict
 from support.all_models import only_with_all_models
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
+
+
+# Latent attention differs from itself with the cut of a prompt; Mamba 2 ends the engine: vLLM 0.32.
+NOT_PROVEN_ON_CPUS = {"deepseek-v2", "falcon-h1", "falcon-h1-bf16", "mamba2"}
+# With random weights, attention looks at one token alone: a wrong one elsewhere changes nothing in some prompts.
+HARDLY_NOTICE = {"granite"}
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +52,35 @@ async def test_right_pages_are_proven_and_damaged_ones_are_not(damaging_pair: Vl
         assert verdict.outcome is not Outcome.PROVEN, (damage, measured)
 
 
-@only_with_all_models
-@pytest.mark.parametrize("kind", [kind for kind in DAMAGED_KINDS if not kind.startswith("default")])
-async def test_pages_of_each_kind_of_model_are_proven(kind: str, tmp_path: Path) -> None:
-    pair = await start_pair(model_of(kind, tmp_path), **KINDS[kind].settings)
-    try:
-        verdict, measured = await prove(pair, 1)
-    finally:
-        await pair.stop()
-    assert verdict.outcome is Outcome.PROVEN, (verdict, measured)
+@pytest.fixture(scope="module")
+def rows() -> Iterator[list[Row]]:
+    """Rows of the record of proofs, which are written in the end."""
+    seen: list[Row] = []
+    yield seen
+    if seen:
+        record(seen)
 
 
 @only_with_all_models
-async def test_latent_attention_is_not_proven_on_a_cpu(tmp_path: Path) -> None:
-    pair = await start_pair(model_of("deepseek-v2", tmp_path))
+@pytest.mark.parametrize("kind", KINDS)
+async def test_pages_of_each_kind_of_model_are_proven(kind: str, tmp_path: Path, rows: list[Row]) -> None:
+    from vllm import __version__
+
+    from kvferry.engine.vllm.plugins.exchange_fields import device_name
+
+    pair = None
     try:
+        pair = await start_pair(model_of(kind, tmp_path), **KINDS[kind].settings)
         verdict, measured = await prove(pair, 1)
+    except (KvferryError, NotComparable) as error:
+        verdict, measured = Verdict(Outcome.UNDECIDED, str(error)[:MAX_REASON_CHARS]), []
     finally:
-        await pair.stop()
-    assert verdict.outcome is not Outcome.PROVEN, measured
+        if pair is not None:
+            await pair.stop()
+    rows.append(row_of(kind, device_name(1), __version__, KINDS[kind].dtype, verdict, measured))
+    if kind in HARDLY_NOTICE:
+        assert verdict.outcome is not Outcome.REFUTED, (verdict, measured)
+        assert measured, verdict
+    else:
+        is_expected = on_gpu() or kind not in NOT_PROVEN_ON_CPUS
+        assert (verdict.outcome is Outcome.PROVEN) == is_expected, (verdict, measured)

@@ -26,7 +26,7 @@ def test_every_model_has_every_cell() -> None:
     assert set(TITLES) == {*TESTED, *CONFIGURED, *IMAGE_MODELS}
     for name, seen in cells.items():
         assert tuple(seen) == COLUMNS
-        assert set(seen.values()) <= {"served", "refused"}
+        assert set(seen.values()) <= {"served", "no tiers"}
         assert seen["transfer"] == "served", name
 
 
@@ -46,9 +46,9 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("copies")
 def test_rows_seen_with_the_same_engine_stay() -> None:
     seen = read()
-    model_matrix.update({"qwen3": dict.fromkeys(COLUMNS, "refused")}, seen["vllm"])
-    assert read()["cells"] == {**seen["cells"], "qwen3": dict.fromkeys(COLUMNS, "refused")}
-    assert "| Qwen3: grouped attention (GQA) | refused |" in model_matrix.PAGE.read_text(encoding="utf-8")
+    model_matrix.update({"qwen3": dict.fromkeys(COLUMNS, "no tiers")}, seen["vllm"])
+    assert read()["cells"] == {**seen["cells"], "qwen3": dict.fromkeys(COLUMNS, "no tiers")}
+    assert "| Qwen3: grouped attention (GQA) | no tiers |" in model_matrix.PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("copies")

@@ -241,10 +241,10 @@ def describe(
     from kvferry.engine.vllm.plugins.exchange_fields import device_name, exchange_fields, page_dtype, type_name
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    try:
+    page_bytes = 0
+    with contextlib.suppress(ConfigError):  # of a model that the geometry does not know, or that has states alone
         page_bytes = page_sizes(vllm_config).page_bytes
-    except ConfigError:  # a model that the geometry does not know
-        page_bytes = pool_bytes // cache.num_gpu_blocks
+    page_bytes = page_bytes or pool_bytes // cache.num_gpu_blocks
     return EngineInfo(
         engine_id=engine_id,
         model=model_folder,
