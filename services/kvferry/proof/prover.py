@@ -72,10 +72,10 @@ class Prover:
         usable: Callable[[MemberKind], Sequence[WorkerLink]],
         is_wanted: Callable[[str], bool],
         read_tokens: Callable[[str], Awaitable[Sequence[int]]],
-        longest: Callable[[str], int],
+        longest: Callable[[str, int], int],
         on_change: Callable[[], None],
     ) -> None:
-        """By pool: `is_wanted`, `read_tokens` of a text that prompts are made of, `longest` of them in tokens."""
+        """By pool: `is_wanted`, `read_tokens` of a text that prompts are made of, `longest` by page size."""
         self._store = store
         self._certificates = certificates
         self._gateway_id = gateway_id
@@ -314,7 +314,7 @@ class Prover:
         tokens = await self._read_tokens(member.pool)
         if len(set(tokens)) < MIN_TOKENS:
             raise NotComparable(f"the text of the proof has fewer than {MIN_TOKENS} different tokens of this model")
-        longest = self._longest(member.pool)
+        longest = self._longest(member.pool, member.block_size)
         if longest < MIN_PROMPT:
             raise NotComparable(f"prompts of the proof have at least {MIN_PROMPT} tokens, and the context ends before")
         seed = secrets.randbits(32)

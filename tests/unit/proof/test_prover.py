@@ -141,7 +141,7 @@ class Cluster:
             usable=usable,
             is_wanted=self.wanted,
             read_tokens=read_tokens,
-            longest=lambda pool: 161,
+            longest=lambda pool, block_size: 161,
             on_change=lambda: self.num_changes.update((name,)),
         )
         prover.start()
