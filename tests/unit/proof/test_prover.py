@@ -284,6 +284,14 @@ async def test_of_gateways_that_start_together_one_proves(cluster: Cluster, work
     assert len({each.cache_salt[: len("proof-00000000")] for each in workers.requests}) == 1
 
 
+async def test_a_gateway_whose_clock_is_late_does_not_prove_again(cluster: Cluster, workers: Workers) -> None:
+    cluster.write(a_certificate(workers, unix_s=time.time() + 2))
+    async with cluster.gateway() as prover:
+        await until(lambda: is_proven(prover, workers), within_s=SOON_S)
+        await quiet()
+    assert not workers.requests
+
+
 async def test_a_kept_result_is_used_without_any_request(cluster: Cluster, workers: Workers, tmp_path: Path) -> None:
     Certificates(tmp_path).keep(a_certificate(workers))
     async with cluster.gateway(cache=tmp_path) as prover:
