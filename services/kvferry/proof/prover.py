@@ -8,6 +8,7 @@ import logging
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -40,6 +41,8 @@ CLAIM_S: Final = PROOF_TIMEOUT_S + 60.0  # after which a claim of another gatewa
 NUM_LOOKS, LOOK_S = 40, 0.05  # for requests of tenants that wait, before each request of a proof
 RETRY_S: Final = 5.0  # after a failure of the registry, or while workers are too busy
 RECHECK_S: Final = 60.0  # between looks for results that are due again
+# Between proofs of a way by one gateway: gateways with different clocks or secrets would else redo each other's.
+REPEAT_S: Final = AGAIN_S[Outcome.UNDECIDED]
 PENDING: Final = "not proven yet"
 MIN_TOKENS: Final = 16  # different ones that prompts are made of
 
@@ -86,7 +89,8 @@ class Prover:
         self._on_change = on_change
         self._known: dict[str, Certificate] = {}
         self._claims_since_s: dict[tuple[str, str], float] = {}  # of other gateways, by key and gateway
-        self._replaced_s: dict[str, float] = {}  # when a record that could not be read was replaced, by key
+        self._not_before_s: dict[str, float] = {}  # when this gateway may prove a way again, by key
+        self._num_failures: Counter[str] = Counter()  # in a row, by key
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._has_read = asyncio.Event()
@@ -133,11 +137,11 @@ class Prover:
                     found.setdefault(subject.key, subject)
         return list(found.values())
 
-    def _next(self, failed: Collection[str]) -> Subject | None:
+    def _next(self) -> Subject | None:
         now_unix_s, now_s = time.time(), time.monotonic()
         for subject in self._subjects():
             known = self._known.get(subject.key)
-            if subject.key in failed:
+            if now_s < self._not_before_s.get(subject.key, -math.inf):
                 continue
             if known is None:
                 return subject
@@ -151,29 +155,25 @@ class Prover:
 
     async def _prove_all(self) -> None:
         await self._has_read.wait()
-        num_failures = 0
         while True:
             self._changed.clear()
-            pause_s = min(RECHECK_S, RETRY_S * 2**num_failures)
-            failed: set[str] = set()  # others are not held up
-            while (subject := self._next(failed)) is not None:
+            while (subject := self._next()) is not None:
+                key = subject.key
                 try:
                     await self._prove(subject)
+                    self._num_failures.pop(key, None)
                 except Exception as error:
                     if (task := asyncio.current_task()) is not None and task.cancelling():
                         return  # the claim could not be given back
-                    failed.add(subject.key)
+                    pause_s = min(RECHECK_S, RETRY_S * 2 ** min(self._num_failures[key], 10))
+                    self._num_failures[key] += 1
+                    self._not_before_s[key] = time.monotonic() + pause_s  # others are not held up
                     if isinstance(error, KvferryError | TimeoutError):
                         log.warning("no proof of %s now, again in %.0f s: %s", subject, pause_s, _message(error))
                     else:
                         log.exception("a proof failed; again in %.0f s", pause_s)
-            if failed:
-                num_failures = min(num_failures + 1, 10)
-                await asyncio.sleep(pause_s)
-                continue
-            num_failures = 0
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RECHECK_S):
+                async with asyncio.timeout(RETRY_S if self._num_failures else RECHECK_S):
                     await self._changed.wait()
 
     # Records
@@ -201,8 +201,9 @@ class Prover:
         for name, value in values.items():
             if value is not None:
                 self._learn(name, value)
-            elif self._known.pop(name, None) is not None:
-                # An operator wants it proven again.
+            else:  # an operator wants it proven again
+                self._known.pop(name, None)
+                self._not_before_s.pop(name, None)
                 self._certificates.drop(name)
 
     def _learn(self, name: str, value: bytes) -> None:
@@ -224,7 +225,7 @@ class Prover:
             self._learn(key, record.value)  # another gateway was at work
             return
         if record is not None and before is None:
-            self._replace_unreadable(key)
+            self._not_before_s[key] = time.monotonic() + REPEAT_S
         kept = await asyncio.to_thread(self._certificates.load, key) if before is None else None
         if kept is not None and not kept.is_due(time.time()):
             await self._write(kept, record.revision if record is not None else 0)
@@ -245,14 +246,8 @@ class Prover:
         finally:
             is_written = await self._conclude(result)
         if is_written:
+            self._not_before_s[key] = time.monotonic() + REPEAT_S
             await asyncio.to_thread(self._certificates.keep, result)
-
-    def _replace_unreadable(self, key: str) -> None:
-        # Two gateways with different secrets would else replace each other's records without a pause.
-        now_s = time.monotonic()
-        if now_s - self._replaced_s.get(key, -math.inf) < RECHECK_S:
-            raise UnavailableError("another gateway writes proofs that cannot be read (gateway.salt_secret_file)")
-        self._replaced_s[key] = now_s
 
     async def _conclude(self, result: Certificate) -> bool:
         # Meanwhile the claim may have been taken over, or deleted to have it proven anew.

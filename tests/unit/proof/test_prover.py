@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from kvferry.errors import EngineDead, EngineError, KvferryError, NotReady, Over
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry.proof import certificates as certificates_module
 from kvferry.proof import prover as prover_module
-from kvferry.proof.certificates import FOLDER, Certificate, Certificates, Way, key_of, kind_of
+from kvferry.proof.certificates import AGAIN_S, FOLDER, Certificate, Certificates, Way, key_of, kind_of
 from kvferry.proof.prover import CLAIM_S, Prover, Subject
 from kvferry.proof.verdict import Outcome
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
@@ -292,6 +293,23 @@ async def test_a_gateway_whose_clock_is_late_does_not_prove_again(cluster: Clust
     assert not workers.requests
 
 
+async def test_gateways_whose_clocks_differ_widely_do_not_prove_in_turn_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late_s = ContextVar("late_s", default=0.0)
+    clocks = SimpleNamespace(time=lambda: time.time() - late_s.get(), monotonic=time.monotonic)
+    monkeypatch.setattr(prover_module, "time", clocks)
+    workers = Workers(pulls=False)
+    cluster = Cluster([workers])
+    async with cluster.gateway("one"):
+        late_s.set(2 * AGAIN_S[Outcome.UNDECIDED])
+        async with cluster.gateway("two"):
+            await cluster.ends(Outcome.UNDECIDED)
+            await quiet()
+            await quiet()
+    assert len({each.cache_salt[: len("proof-00000000")] for each in workers.requests}) <= 2, "one of each gateway"
+
+
 async def test_a_kept_result_is_used_without_any_request(cluster: Cluster, workers: Workers, tmp_path: Path) -> None:
     Certificates(tmp_path).keep(a_certificate(workers))
     async with cluster.gateway(cache=tmp_path) as prover:
@@ -434,6 +452,7 @@ async def test_a_claim_that_was_taken_over_is_left_to_the_other_gateway(
 async def test_an_engine_that_is_lost_once_may_be_lost_by_chance_and_twice_refutes(
     cluster: Cluster, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prover_module, "REPEAT_S", 0.0)
     workers.fail(lambda: WorkerLost("a worker was lost", has_vanished=True), times=2)
     async with cluster.gateway(cache=tmp_path) as prover:
         await cluster.ends(Outcome.UNDECIDED)
@@ -637,6 +656,19 @@ async def test_workers_that_come_later_are_proven(workers: Workers, monkeypatch:
     cluster = Cluster([])
     async with cluster.gateway() as prover:
         await quiet()
+        cluster.workers.append(workers)
+        prover.workers_changed()
+        await until(lambda: is_proven(prover, workers), within_s=SOON_S)
+
+
+async def test_a_way_that_fails_does_not_hold_up_workers_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prover_module, "RETRY_S", 2 * SOON_S)
+    unready, workers = Workers(pool="unready"), Workers(pool="z")
+    for link in workers.links:
+        link.member = structs.replace(link.member, exchange_digest="z")
+    cluster = Cluster([unready], unready={"unready"})
+    async with cluster.gateway() as prover:
+        await until(lambda: cluster.read() is not None and not cluster.record.claimed_by, within_s=SOON_S)
         cluster.workers.append(workers)
         prover.workers_changed()
         await until(lambda: is_proven(prover, workers), within_s=SOON_S)
