@@ -351,9 +351,9 @@ def _unproven(subject: Subject, reason: str) -> Certificate:
 
 
 def _one_of_each_kind(links: Sequence[WorkerLink]) -> Collection[WorkerLink]:
-    # A cluster has many workers, and few kinds of them.
+    # A cluster has many workers, and few kinds of them. One worker that is always full must not keep its kind unproven.
     found: dict[object, WorkerLink] = {}
-    for link in links:
+    for link in sorted(links, key=lambda each: (each.is_full, each.stats.num_waiting)):
         found.setdefault((link.member.pool, kind_of(link.member), link.adapters), link)
     return found.values()
 

@@ -514,6 +514,17 @@ async def test_a_full_worker_is_not_asked_and_tenants_go_first(cluster: Cluster,
         await cluster.ends(Outcome.PROVEN)
 
 
+@pytest.mark.parametrize("is_full", [True, False])
+async def test_of_a_kind_the_worker_with_the_least_to_do_is_asked(is_full: bool) -> None:
+    workers = Workers(devices=("a device", "a device"))
+    workers.decode[0].is_full = is_full
+    workers.decode[0].stats = EngineStats(num_waiting=1)
+    async with Cluster([workers]).gateway() as prover:
+        await until(lambda: is_proven(prover, workers), within_s=SOON_S)
+    assert not workers.decode[0].requests
+    assert workers.decode[1].requests
+
+
 async def test_requests_that_wait_are_waited_for_but_not_for_ever(
     cluster: Cluster, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
