@@ -144,7 +144,7 @@ class Certificates:
         return hmac.new(self._secret, b"proof\0" + msgspec.json.encode(unsigned), hashlib.sha256).hexdigest()
 
     def load(self, name: str) -> Certificate | None:
-        """Return what an earlier cluster kept, unless other users could have written it."""
+        """Return what `keep` wrote, unless others could have."""
         if self._cache is None:
             return None
         try:
@@ -161,9 +161,9 @@ class Certificates:
             return None
 
     def keep(self, certificate: Certificate) -> None:
-        """Keep it for later clusters. Blocks."""
+        """Keep it for later clusters; if it is undecided, forget an earlier one. Blocks."""
         if self._cache is None or certificate.outcome is Outcome.UNDECIDED:
-            return
+            return self.drop(certificate.key)
         file = self._cache / f"{certificate.key}.json"
         partial = file.with_suffix(f".{os.getpid()}")
         try:
@@ -176,7 +176,7 @@ class Certificates:
             log.warning("the proof is not kept for later clusters: %s", error)
 
     def drop(self, name: str) -> None:
-        """Forget what `keep` wrote."""
+        """Undo `keep`."""
         if self._cache is None:
             return
         try:

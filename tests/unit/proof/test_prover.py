@@ -461,7 +461,7 @@ async def test_an_engine_that_is_lost_once_may_be_lost_by_chance_and_twice_refut
         assert len(workers.requests) == num_requests, "not at once"
         assert cluster.record.num_lost == 1
         assert not files_in(tmp_path)
-        monkeypatch.setattr(certificates_module, "AGAIN_S", dict.fromkeys(Outcome, 0.0))
+        monkeypatch.setattr(certificates_module, "AGAIN_S", {**AGAIN_S, Outcome.UNDECIDED: 0.0})
         await cluster.ends(Outcome.REFUTED)
         assert cluster.record.is_final
         num_requests = len(workers.requests)
@@ -474,6 +474,19 @@ async def test_an_engine_that_is_lost_once_may_be_lost_by_chance_and_twice_refut
         cluster.write(None)
         await cluster.ends(Outcome.PROVEN)
         assert cluster.record.num_lost == 0
+
+
+async def test_an_engine_that_is_lost_takes_an_earlier_result_with_it(
+    cluster: Cluster, workers: Workers, tmp_path: Path
+) -> None:
+    earlier = a_certificate(workers, unix_s=time.time() - AGAIN_S[Outcome.PROVEN] + 2)
+    Certificates(tmp_path).keep(earlier)
+    cluster.write(structs.replace(earlier, unix_s=1.0))
+    workers.fail(lambda: WorkerLost("a worker was lost", has_vanished=True))
+    async with cluster.gateway(cache=tmp_path) as prover:
+        await cluster.ends(Outcome.UNDECIDED)
+        await until(lambda: not files_in(tmp_path), within_s=SOON_S)
+        assert not is_proven(prover, workers)
 
 
 async def test_a_dead_engine_counts_unless_another_request_is_suspect(cluster: Cluster, workers: Workers) -> None:
