@@ -281,6 +281,8 @@ class Prover:
             raise
         except (KvferryError, NotComparable) as error:
             reason = _message(error)
+        if subject.key != began.key:
+            raise UnavailableError("a worker became one of another kind during the proof")
         verdict = judge(measured)
         outcome = verdict.outcome
         if reason:

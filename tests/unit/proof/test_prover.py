@@ -616,6 +616,18 @@ async def test_while_the_registry_is_away_nothing_is_lost(cluster: Cluster, work
         await cluster.ends(Outcome.PROVEN)
 
 
+async def test_a_kind_is_not_proven_by_workers_that_became_others(cluster: Cluster, workers: Workers) -> None:
+    gate, before = asyncio.Event(), workers.decode[0].member
+    workers.decode[0].gate = gate
+    async with cluster.gateway() as prover:
+        await until(lambda: bool(workers.requests), within_s=SOON_S)
+        for link in workers.links:
+            link.member = structs.replace(link.member, exchange_digest="f")
+        gate.set()
+        await until(lambda: is_proven(prover, workers), within_s=SOON_S)
+        assert not prover.is_proven(kind_of(before), kind_of(before), has_adapter=False)
+
+
 async def test_an_unreadable_record_is_proven_over(cluster: Cluster, workers: Workers) -> None:
     cluster.registry._write_record(f"{FOLDER}/{workers.key}", b"{", 0)
     async with cluster.gateway():
