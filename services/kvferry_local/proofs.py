@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvferry.config import ClusterConfig, entry_of, is_of_entry
-from kvferry.errors import LocalError
+from kvferry.errors import LocalError, printable
 from kvferry.gateway.identity.tenants import read_secret
 from kvferry.membership.base import Member, MemberKind, Record
 from kvferry.membership.etcd import EtcdMembership
@@ -53,7 +53,7 @@ class ProofStatus:
             figures = f": distance {self.distance:.4g}, of wrong pages from {self.wrong_from:.4g}"
         reason = f"; decode workers compute prompts: {self.reason}" if self.reason and not self.is_proven else ""
         where = f" in pool {self.pool}" if self.pool else ""
-        return f"{self.way}{where} {self.outcome} on {devices or 'unknown devices'}{figures}{reason}"
+        return printable(f"{self.way}{where} {self.outcome} on {devices or 'unknown devices'}{figures}{reason}")
 
 
 def proofs_of(
@@ -149,7 +149,7 @@ def bars(proof: ProofStatus) -> Iterator[str]:
     every = [(each, name, value) for each in proof.distances for name, value in _figures(each)]
     largest = max((value for _, _, value in every), default=0.0)
     for each, name, value in every:
-        length = round(_BAR * value / largest) if largest else 0
+        length = round(_BAR * (value / largest)) if largest else 0
         yield f"{each.num_tokens:>6} tokens  {each.view:<6}  {name:<11}  {value:<9.4g}  {'#' * length}"
 
 

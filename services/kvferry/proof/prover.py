@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from msgspec import structs
 
 from kvferry.engine.base import EngineOutput, EngineRequest
-from kvferry.errors import EngineDead, KvferryError, Overloaded, UnavailableError, WorkerLost
+from kvferry.errors import EngineDead, KvferryError, Overloaded, UnavailableError, WorkerLost, printable
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId, MemberKind, RecordChange, Records, RecordStore
 from kvferry.proof.certificates import (
@@ -62,7 +62,7 @@ class Subject(NamedTuple):
     def __str__(self) -> str:
         prefill, decode = self.prefill.member, self.decode.member
         devices = f"{prefill.device or 'unknown'} to {decode.device or 'unknown'}"
-        return f"{self.way} of {decode.model.rpartition('/')[2]} ({devices})"
+        return printable(f"{self.way} of {decode.model.rpartition('/')[2]} ({devices})")
 
 
 class Prover:
@@ -276,7 +276,7 @@ class Prover:
         except (WorkerLost, EngineDead) as error:
             if error.is_blameless if isinstance(error, EngineDead) else not error.has_vanished:
                 raise  # another request is suspect; or the worker was drained, or this gateway ends
-            num_lost, reason = began.num_lost + 1, f"an engine was lost during the proof: {error.message}"
+            num_lost, reason = began.num_lost + 1, f"an engine was lost during the proof: {_message(error)}"
         except (UnavailableError, Overloaded):
             raise
         except (KvferryError, NotComparable) as error:
@@ -385,4 +385,4 @@ def _log_result(subject: Subject, result: Certificate) -> None:
 def _message(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "the engines did not answer in time"
-    return error.message if isinstance(error, KvferryError) else str(error)
+    return printable(error.message if isinstance(error, KvferryError) else str(error))

@@ -81,6 +81,14 @@ def test_a_line_says_devices_and_distances_and_why_not() -> None:
     assert "unknown" in of(members=(a_member(MemberKind.PREFILL, ""), a_member(MemberKind.DECODE, "")))[0].line()
 
 
+def test_names_and_reasons_cannot_write_lines_of_their_own() -> None:
+    bad = "a\nb\x1b[2J"
+    (refuted,) = of(a_certificate(outcome=Outcome.REFUTED, reason=bad))
+    (pending,) = of(members=(a_member(MemberKind.PREFILL, bad), a_member(MemberKind.DECODE, bad)))
+    assert refuted.line().isprintable()
+    assert pending.line().isprintable()
+
+
 def test_one_line_for_each_kind_of_way() -> None:
     other = a_member(MemberKind.DECODE, "another device")
     members = (PREFILL, DECODE, DECODE, other, a_member(MemberKind.PREFILL))
@@ -143,6 +151,8 @@ def test_bars_are_as_long_as_distances() -> None:
     lengths = [line.count("#") for line in bars(of(a_certificate())[0])]
     assert lengths == [round(24 * value / 8.0) for value in (0.5, 0.25, 4.0, 2.0, 0.125, 0.0, 8.0)]
     assert list(bars(of()[0])) == []
+    huge = Distances(0, 20, View.DIRECT, 1e308, 0.0, ())
+    assert [line.count("#") for line in bars(of(a_certificate(distances=(huge,)))[0])] == [24, 0]
     nothing = Distances(0, 20, View.DIRECT, 0.0, 0.0, ())
     assert [line.count("#") for line in bars(of(a_certificate(distances=(nothing,)))[0])] == [0, 0]
 

@@ -576,13 +576,14 @@ async def test_a_whole_proof_has_a_limit_too(
 
 
 async def test_a_failed_request_leaves_it_undecided(cluster: Cluster, workers: Workers) -> None:
-    workers.fail(lambda: EngineError("it failed on this request"))
+    workers.fail(lambda: EngineError("it failed on this request\nand says more"))
     async with cluster.gateway() as prover:
         await cluster.ends(Outcome.UNDECIDED)
         num_requests = len(workers.requests)
         await quiet()
         assert len(workers.requests) == num_requests
         assert "it failed on this request" in cluster.record.reason
+        assert cluster.record.reason.isprintable()
         assert not is_proven(prover, workers)
 
 
