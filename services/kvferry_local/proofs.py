@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -121,15 +121,19 @@ async def prove(config: ClusterConfig, *, again: bool, timeout_s: float) -> tupl
     membership = EtcdMembership(config.membership)
     try:
         async with asyncio.timeout(timeout_s):
-            begun_s = time.time() if again else 0.0
+            # By clocks of gateways, which differ from this machine's.
+            before_s = {each.key: each.unix_s for each in await _read(config, membership)} if again else {}
             if again:
-                for key in {each.key for each in await _read(config, membership)}:
+                for key in before_s:
                     record = await membership.records.read(f"{FOLDER}/{key}")
                     if record is not None:
                         await membership.records.write(f"{FOLDER}/{key}", None, record.revision)
             while True:
                 found = await _read(config, membership)
-                if all(each.outcome not in (PENDING, UNDER_WAY) and each.unix_s >= begun_s for each in found):
+                if all(
+                    each.outcome not in (PENDING, UNDER_WAY) and each.unix_s > before_s.get(each.key, -math.inf)
+                    for each in found
+                ):
                     return found
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:

@@ -271,16 +271,18 @@ async def test_what_has_a_result_is_not_waited_for(cluster: Cluster) -> None:
     assert found.is_proven
 
 
-async def test_again_deletes_the_record_and_waits_for_another_one(cluster: Cluster) -> None:
+@pytest.mark.parametrize("late_s", [0.0, 3600.0], ids=["clocks agree", "those of gateways are late"])
+async def test_again_deletes_the_record_and_waits_for_another_one(cluster: Cluster, late_s: float) -> None:
     await cluster.register()
-    cluster.write(a_certificate(unix_s=time.time() - 100))
+    earlier = a_certificate(unix_s=time.time() - late_s - 100)
+    cluster.write(earlier)
     proving = cluster.proving(again=True)
     await asyncio.sleep(0.02)
     assert cluster.name not in cluster.registry._records
-    cluster.write(a_certificate(unix_s=time.time() - 100))  # from the cache of a gateway that did not hear of it
+    cluster.write(earlier)  # from the cache of a gateway that did not hear of it
     await asyncio.sleep(0.02)
     assert not proving.done()
-    cluster.write(a_certificate(unix_s=time.time() + 1, took_s=3.0))
+    cluster.write(a_certificate(unix_s=time.time() - late_s, took_s=3.0))
     (found,) = await proving
     assert found.took_s == 3.0
 
