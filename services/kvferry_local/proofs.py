@@ -93,7 +93,7 @@ def _pairs(members: Collection[Member]) -> Iterator[tuple[Member, Member]]:
 
 def _status(key: str, way: Way, prefill: Member, decode: Member, known: Certificate | None) -> ProofStatus:
     outcome = PENDING
-    if known is not None:
+    if known is not None and (known.claimed_by or known.unix_s):  # else it could not be made, and is tried again
         outcome = UNDER_WAY if known.claimed_by and not known.is_proven else known.outcome.value
     return ProofStatus(
         key=key,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from msgspec import structs
 
 from kvferry import config as configuration
 from kvferry.cli import main
@@ -62,6 +63,9 @@ def test_a_way_is_pending_under_way_or_has_a_result() -> None:
     (proven,) = of(a_certificate())
     assert (proven.outcome, proven.is_proven, proven.model) == ("proven", True, "m")
     assert (proven.distance, proven.wrong_from, proven.took_s) == (0.5, 2.0, 2.0)
+    (retried,) = of(a_certificate(outcome=Outcome.UNDECIDED, unix_s=0.0, reason="a worker is full"))
+    assert retried.outcome == PENDING
+    assert "a worker is full" in retried.line()
     (again,) = of(a_certificate(claimed_by="g"))
     assert again.is_proven, "until there is another result"
     (refuted,) = of(a_certificate(outcome=Outcome.REFUTED, reason="it is far away"))
@@ -254,7 +258,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 async def test_it_waits_for_a_result(cluster: Cluster) -> None:
     await cluster.register()
     proving = cluster.proving()
-    for step in (None, a_certificate(outcome=Outcome.UNDECIDED, claimed_by="g")):
+    undecided = a_certificate(outcome=Outcome.UNDECIDED, unix_s=0.0)
+    for step in (None, structs.replace(undecided, claimed_by="g"), undecided):
         if step is not None:
             cluster.write(step)
         await asyncio.sleep(0.02)
