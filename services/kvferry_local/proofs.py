@@ -16,7 +16,7 @@ from kvferry.membership.etcd import EtcdMembership
 from kvferry.proof.certificates import FOLDER, Certificate, Certificates, Way, can_transfer, key_of, kind_of
 from kvferry.proof.verdict import Distances, Outcome
 
-PENDING: Final = "pending"  # no gateway has begun
+PENDING: Final = "pending"  # no gateway has begun, or could make a proof
 UNDER_WAY: Final = "under way"
 _POLL_S: Final = 0.5
 _BAR: Final = 24  # characters
@@ -116,8 +116,11 @@ def _status(key: str, way: Way, prefill: Member, decode: Member, known: Certific
 async def prove(config: ClusterConfig, *, again: bool, timeout_s: float) -> tuple[ProofStatus, ...]:
     """Return the results, once the cluster's gateways have one for each way. With `again`, they prove anew.
 
-    Raises UnavailableError without etcd, LocalError where nothing is proven, or not in time.
+    Raises UnavailableError without etcd, LocalError where nothing is proven, or not in time, and ConfigError without
+    the secret that records are signed with.
     """
+    if (file := config.gateway.salt_secret_file) is not None:
+        read_secret(file)
     membership = EtcdMembership(config.membership)
     try:
         async with asyncio.timeout(timeout_s):

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from kvferry import config as configuration
 from kvferry.cli import main
-from kvferry.errors import LocalError
+from kvferry.errors import ConfigError, LocalError
 from kvferry.membership.base import Member, MemberId, MemberKind, Record
 from kvferry.proof.certificates import FOLDER, Certificate, Certificates, Way, key_of, kind_of
 from kvferry.proof.verdict import Distances, Outcome, View
@@ -298,6 +298,15 @@ async def test_it_ends_in_time(cluster: Cluster, delay_s: float) -> None:
     cluster.registry.delay_s = delay_s
     with pytest.raises(LocalError, match=r"0\.05 s"):
         await cluster.proving(timeout_s=0.05)
+
+
+async def test_without_the_secret_it_does_not_wait_for_records_that_it_cannot_read(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.config = configuration.parse({"model": {"path": "m"}, "gateway": {"salt_secret_file": str(tmp_path / "s")}})
+    await cluster.register()
+    with pytest.raises(ConfigError, match="salt_secret_file"):
+        await cluster.proving()
 
 
 async def test_without_ways_there_is_nothing_to_wait_for(cluster: Cluster) -> None:
