@@ -114,10 +114,9 @@ def _status(key: str, way: Way, prefill: Member, decode: Member, known: Certific
 
 
 async def prove(config: ClusterConfig, *, again: bool, timeout_s: float) -> tuple[ProofStatus, ...]:
-    """Return the results, once the cluster's gateways have one for each way. With `again`, they prove anew.
+    """Return results, once gateways have one for each way. With `again`, they prove anew.
 
-    Raises UnavailableError without etcd, LocalError where nothing is proven, or not in time, and ConfigError without
-    the secret that records are signed with.
+    Raises UnavailableError without etcd, ConfigError without the secret, LocalError without results in time.
     """
     if (file := config.gateway.salt_secret_file) is not None:
         read_secret(file)
