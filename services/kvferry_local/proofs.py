@@ -59,10 +59,10 @@ class ProofStatus:
 def proofs_of(
     config: ClusterConfig, members: Collection[Member], records: Mapping[str, Record]
 ) -> tuple[ProofStatus, ...]:
-    """Return one for each kind of way between the members that has to be proven."""
+    """Return one for each pool and kind of way that has to be proven."""
     file = config.gateway.salt_secret_file
     certificates = Certificates(None, read_secret(file) if file is not None and file.exists() else b"")
-    found: dict[str, ProofStatus] = {}
+    found: dict[tuple[str, str], ProofStatus] = {}
     for prefill, decode in _pairs(members):
         if not _is_wanted(config, decode.pool):
             continue
@@ -71,7 +71,7 @@ def proofs_of(
             record = records.get(key)
             known = certificates.decode(key, record.value) if record is not None else None
             if known is not None or way is Way.TRANSFER:  # which workers have adapters, gateways know
-                found.setdefault(key, _status(key, way, prefill, decode, known))
+                found.setdefault((key, decode.pool), _status(key, way, prefill, decode, known))
     return tuple(found.values())
 
 

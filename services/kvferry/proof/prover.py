@@ -59,6 +59,10 @@ class Subject(NamedTuple):
     def key(self) -> str:
         return key_of(kind_of(self.prefill.member), kind_of(self.decode.member), self.way)
 
+    @property
+    def in_pool(self) -> tuple[str, str]:
+        return self.key, self.decode.member.pool
+
     def __str__(self) -> str:
         prefill, decode = self.prefill.member, self.decode.member
         devices = f"{prefill.device or 'unknown'} to {decode.device or 'unknown'}"
@@ -89,8 +93,8 @@ class Prover:
         self._on_change = on_change
         self._known: dict[str, Certificate] = {}
         self._claims_since_s: dict[tuple[str, str], float] = {}  # of other gateways, by key and gateway
-        self._not_before_s: dict[str, float] = {}  # when this gateway may prove a way again, by key
-        self._num_failures: Counter[str] = Counter()  # in a row, by key
+        self._not_before_s: dict[tuple[str, str], float] = {}  # when it may be proven again here, by key and pool
+        self._num_failures: Counter[tuple[str, str]] = Counter()  # in a row, likewise
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._has_read = asyncio.Event()
@@ -123,8 +127,8 @@ class Prover:
     # What is to be proven
 
     def _subjects(self) -> list[Subject]:
-        """Return one for each key."""
-        found: dict[str, Subject] = {}
+        """Return one for each key and pool."""
+        found: dict[tuple[str, str], Subject] = {}
         decoding = _one_of_each_kind(self._usable(MemberKind.DECODE))
         for prefill in _one_of_each_kind(self._usable(MemberKind.PREFILL)):
             for decode in decoding:
@@ -134,14 +138,14 @@ class Prover:
                 if adapters := sorted(prefill.adapters & decode.adapters):
                     subjects.append(Subject(prefill, decode, Way.ADAPTER, adapters[0]))
                 for subject in subjects:
-                    found.setdefault(subject.key, subject)
+                    found.setdefault(subject.in_pool, subject)
         return list(found.values())
 
     def _next(self) -> Subject | None:
         now_unix_s, now_s = time.time(), time.monotonic()
         for subject in self._subjects():
             known = self._known.get(subject.key)
-            if now_s < self._not_before_s.get(subject.key, -math.inf):
+            if now_s < self._not_before_s.get(subject.in_pool, -math.inf):
                 continue
             if known is None:
                 return subject
@@ -158,7 +162,7 @@ class Prover:
         while True:
             self._changed.clear()
             while (subject := self._next()) is not None:
-                key = subject.key
+                key = subject.in_pool
                 try:
                     await self._prove(subject)
                     self._num_failures.pop(key, None)
@@ -203,7 +207,7 @@ class Prover:
                 self._learn(name, value)
             else:  # an operator wants it proven again
                 self._known.pop(name, None)
-                self._not_before_s.pop(name, None)
+                self._not_before_s = {each: at_s for each, at_s in self._not_before_s.items() if each[0] != name}
                 self._certificates.drop(name)
 
     def _learn(self, name: str, value: bytes) -> None:
@@ -225,7 +229,7 @@ class Prover:
             self._learn(key, record.value)  # another gateway was at work
             return
         if record is not None and before is None:
-            self._not_before_s[key] = time.monotonic() + REPEAT_S
+            self._not_before_s[subject.in_pool] = time.monotonic() + REPEAT_S
         kept = await asyncio.to_thread(self._certificates.load, key) if before is None else None
         if kept is not None and not kept.is_due(time.time()):
             await self._write(kept, record.revision if record is not None else 0)
@@ -246,7 +250,7 @@ class Prover:
         finally:
             is_written = await self._conclude(result)
         if is_written:
-            self._not_before_s[key] = time.monotonic() + REPEAT_S
+            self._not_before_s[subject.in_pool] = time.monotonic() + REPEAT_S
             await asyncio.to_thread(self._certificates.keep, result)
 
     async def _conclude(self, result: Certificate) -> bool:

@@ -711,6 +711,19 @@ async def test_a_way_that_fails_does_not_hold_up_workers_that_come_later(monkeyp
         await until(lambda: is_proven(prover, workers), within_s=SOON_S)
 
 
+async def test_pools_of_the_same_engines_share_a_result_and_any_of_them_can_find_it() -> None:
+    unready, workers = Workers(pool="a"), Workers(pool="b")
+    cluster = Cluster([unready, workers], unready={"a"})
+    async with cluster.gateway() as prover:
+        await until(lambda: is_proven(prover, workers), within_s=SOON_S)
+        await quiet()
+        found = {subject.decode.member.pool: result for subject, result in prover.results()}
+    assert set(found) == {"a", "b"}
+    assert all(result is not None and result.is_proven for result in found.values())
+    assert not unready.requests
+    assert len({each.cache_salt[: len("proof-00000000")] for each in workers.requests}) == 1
+
+
 async def test_a_way_that_cannot_be_proven_now_does_not_hold_up_others() -> None:
     unready, workers = Workers(pool="unready", block_size=16), Workers(pool="z")
     for link in workers.links:
