@@ -367,11 +367,11 @@ def _one_of_each_kind(links: Sequence[WorkerLink]) -> Collection[WorkerLink]:
 async def _until_quiet(link: WorkerLink) -> None:
     """Let requests of tenants that wait at the worker go first, for a while. Raises Overloaded if it is full."""
     for _ in range(NUM_LOOKS):
-        if link.is_full:
-            raise Overloaded("a worker is full")
-        if not link.stats.num_waiting:
+        if not (link.is_full or link.stats.num_waiting):
             return
         await asyncio.sleep(LOOK_S)
+    if link.is_full:
+        raise Overloaded("a worker is full")
 
 
 def _log_result(subject: Subject, result: Certificate) -> None:

@@ -538,6 +538,21 @@ async def test_of_a_kind_the_worker_with_the_least_to_do_is_asked(is_full: bool)
     assert workers.decode[1].requests
 
 
+async def test_a_worker_that_is_full_for_a_moment_does_not_end_the_proof(cluster: Cluster, workers: Workers) -> None:
+    decode = workers.decode[0]
+    answer = decode.answer
+
+    def answer_and_be_full(request: EngineRequest) -> Sequence[EngineOutput]:
+        decode.is_full = True
+        asyncio.get_running_loop().call_later(2 * prover_module.LOOK_S, setattr, decode, "is_full", False)
+        return answer(request)
+
+    decode.answer = answer_and_be_full
+    async with cluster.gateway():
+        await cluster.ends(Outcome.PROVEN)
+    assert len({each.cache_salt[: len("proof-00000000")] for each in workers.requests}) == 1
+
+
 async def test_requests_that_wait_are_waited_for_but_not_for_ever(
     cluster: Cluster, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
