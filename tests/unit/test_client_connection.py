@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from kvferry_client import Client
+from kvferry_client import Client, Unavailable
 from kvferry_client.connection import Tls, metadata_of
+from support.waiting import SOON_S
 
 
 @pytest.mark.parametrize(
@@ -46,3 +49,15 @@ def test_texts_that_no_connection_has_are_refused_by_name() -> None:
         with pytest.raises(ValueError, match="api_key: expected printable ASCII") as refused:
             Client("127.0.0.1:1", api_key=key)
         assert "secr" not in str(refused.value)
+
+
+def test_a_key_in_clear_passes_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        with Client("localhost:1", api_key="secret", timeout_s=SOON_S) as client, pytest.raises(Unavailable):
+            client.models()
+        proxy.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            proxy.accept()
