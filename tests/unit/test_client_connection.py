@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import pytest
 
-from kvferry_client import Client, Unavailable
+from kvferry_client import Client, DeadlineExceeded, Unavailable
 from kvferry_client.connection import Tls, metadata_of
 from support.waiting import SOON_S
 
@@ -61,3 +62,16 @@ def test_a_key_in_clear_passes_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None
         proxy.settimeout(0.1)
         with pytest.raises(TimeoutError):
             proxy.accept()
+
+
+@pytest.mark.parametrize("model", ["", "m"])
+@pytest.mark.parametrize("timeout_s", [0.0, 0.1])
+def test_a_deadline_counts_also_where_it_is_over_and_where_the_model_is_looked_up(model: str, timeout_s: float) -> None:
+    begun_s = time.monotonic()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        Client(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=SOON_S) as client,
+        pytest.raises(DeadlineExceeded),
+    ):
+        client.generate("x", model=model, timeout_s=timeout_s)
+    assert time.monotonic() - begun_s < SOON_S / 2
