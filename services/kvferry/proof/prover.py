@@ -222,10 +222,10 @@ class Prover:
     # One proof
 
     async def _prove(self, subject: Subject) -> None:
-        key = subject.key
+        key, known = subject.key, self._known.get(subject.key)
         record = await self._store.read(f"{FOLDER}/{key}")
         before = self._certificates.decode(key, record.value) if record is not None else None
-        if record is not None and before is not None and before != self._known.get(key):
+        if record is not None and before is not None and before != known:
             self._learn(key, record.value)  # another gateway was at work
             return
         if record is not None and before is None:

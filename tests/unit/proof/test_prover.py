@@ -19,7 +19,7 @@ from msgspec import structs
 
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TokenLogprob
 from kvferry.errors import EngineDead, EngineError, KvferryError, NotReady, Overloaded, WorkerDraining, WorkerLost
-from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.membership.base import Member, MemberId, MemberKind, Record
 from kvferry.proof import certificates as certificates_module
 from kvferry.proof import prover as prover_module
 from kvferry.proof.certificates import AGAIN_S, FOLDER, Certificate, Certificates, Way, key_of, kind_of
@@ -421,6 +421,26 @@ async def test_a_gateway_that_ends_gives_its_claim_back(cluster: Cluster, worker
     workers.decode[0].gate = None
     async with cluster.gateway("two"):
         await cluster.ends(Outcome.PROVEN)
+
+
+async def test_a_claim_that_is_heard_of_while_the_record_is_read_is_left_to_its_gateway(workers: Workers) -> None:
+    cluster = Cluster([])
+    async with cluster.gateway() as prover:
+        await quiet()
+        read = prover._store.read
+
+        async def late(name: str) -> Record | None:
+            if cluster.read() is None:
+                cluster.write(a_certificate(workers, outcome=Outcome.UNDECIDED, unix_s=0.0, claimed_by="other"))
+            await until(lambda: workers.key in prover._known, within_s=SOON_S)
+            return await read(name)
+
+        prover._store.read = late  # type: ignore[method-assign]
+        cluster.workers.append(workers)
+        prover.workers_changed()
+        await quiet()
+    assert cluster.record.claimed_by == "other"
+    assert not workers.requests
 
 
 async def test_a_gateway_ends_while_the_registry_is_away(cluster: Cluster, workers: Workers) -> None:
