@@ -116,7 +116,7 @@ class AsyncClient:
         served one.
         """
         request = generate_request(
-            model or await self._the_only_model(),
+            model or await self._the_only_model(timeout_s),
             text,
             messages,
             token_ids,
@@ -130,7 +130,7 @@ class AsyncClient:
             sampling=sampling,
         )
         try:
-            return await self._generate(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
+            return await self._generate(request, timeout=self._deadline(timeout_s), metadata=self._metadata)
         except grpc.RpcError as error:
             raise failure_of(error) from None
 
@@ -153,7 +153,7 @@ class AsyncClient:
     ) -> AsyncAnswerStream:
         """Take the arguments of `generate`; return the answer's chunks."""
         request = generate_request(
-            model or await self._the_only_model(),
+            model or await self._the_only_model(timeout_s),
             text,
             messages,
             token_ids,
@@ -166,7 +166,7 @@ class AsyncClient:
             cache_ttl_s=cache_ttl_s,
             sampling=sampling,
         )
-        return AsyncAnswerStream(self._stream(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata))
+        return AsyncAnswerStream(self._stream(request, timeout=self._deadline(timeout_s), metadata=self._metadata))
 
     async def tokenize(
         self,
@@ -177,9 +177,9 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> pb.TokenizeResponse:
         """Return the token ids of a prompt, given as `text` or `messages`."""
-        request = tokenize_request(model or await self._the_only_model(), text, messages)
+        request = tokenize_request(model or await self._the_only_model(timeout_s), text, messages)
         try:
-            return await self._tokenize(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
+            return await self._tokenize(request, timeout=self._deadline(timeout_s), metadata=self._metadata)
         except grpc.RpcError as error:
             raise failure_of(error) from None
 
@@ -197,15 +197,18 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _the_only_model(self) -> str:
+    def _deadline(self, timeout_s: float | None) -> float | None:
+        return self._timeout_s if timeout_s is None else timeout_s
+
+    async def _the_only_model(self, timeout_s: float | None) -> str:
         if not self._only_model:
-            self._only_model = only_model(await self._list_models(None))
+            self._only_model = only_model(await self._list_models(timeout_s))
         return self._only_model
 
     async def _list_models(self, timeout_s: float | None) -> pb.ListModelsResponse:
         try:
             return await self._models(
-                pb.ListModelsRequest(), timeout=timeout_s or self._timeout_s, metadata=self._metadata
+                pb.ListModelsRequest(), timeout=self._deadline(timeout_s), metadata=self._metadata
             )
         except grpc.RpcError as error:
             raise failure_of(error) from None

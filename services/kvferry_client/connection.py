@@ -50,7 +50,10 @@ class Tls:
 
 
 def options_of(tls: Tls | None) -> tuple[tuple[str, object], ...]:
-    if tls is None or not tls.server_name:
+    if tls is None:
+        # A proxy of the environment would read keys that travel in clear.
+        return (*_OPTIONS, ("grpc.enable_http_proxy", 0))
+    if not tls.server_name:
         return _OPTIONS
     return (*_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name))
 

@@ -117,7 +117,7 @@ class Client:
         served one.
         """
         request = generate_request(
-            model or self._the_only_model(),
+            model or self._the_only_model(timeout_s),
             text,
             messages,
             token_ids,
@@ -131,7 +131,7 @@ class Client:
             sampling=sampling,
         )
         try:
-            return self._generate(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
+            return self._generate(request, timeout=self._deadline(timeout_s), metadata=self._metadata)
         except grpc.RpcError as error:
             raise failure_of(error) from None
 
@@ -154,7 +154,7 @@ class Client:
     ) -> AnswerStream:
         """Take the arguments of `generate`; return the answer's chunks."""
         request = generate_request(
-            model or self._the_only_model(),
+            model or self._the_only_model(timeout_s),
             text,
             messages,
             token_ids,
@@ -167,7 +167,7 @@ class Client:
             cache_ttl_s=cache_ttl_s,
             sampling=sampling,
         )
-        return AnswerStream(self._stream(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata))
+        return AnswerStream(self._stream(request, timeout=self._deadline(timeout_s), metadata=self._metadata))
 
     def tokenize(
         self,
@@ -178,9 +178,9 @@ class Client:
         timeout_s: float | None = None,
     ) -> pb.TokenizeResponse:
         """Return the token ids of a prompt, given as `text` or `messages`."""
-        request = tokenize_request(model or self._the_only_model(), text, messages)
+        request = tokenize_request(model or self._the_only_model(timeout_s), text, messages)
         try:
-            return self._tokenize(request, timeout=timeout_s or self._timeout_s, metadata=self._metadata)
+            return self._tokenize(request, timeout=self._deadline(timeout_s), metadata=self._metadata)
         except grpc.RpcError as error:
             raise failure_of(error) from None
 
@@ -198,13 +198,16 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _the_only_model(self) -> str:
+    def _deadline(self, timeout_s: float | None) -> float | None:
+        return self._timeout_s if timeout_s is None else timeout_s
+
+    def _the_only_model(self, timeout_s: float | None) -> str:
         if not self._only_model:
-            self._only_model = only_model(self._list_models(None))
+            self._only_model = only_model(self._list_models(timeout_s))
         return self._only_model
 
     def _list_models(self, timeout_s: float | None) -> pb.ListModelsResponse:
         try:
-            return self._models(pb.ListModelsRequest(), timeout=timeout_s or self._timeout_s, metadata=self._metadata)
+            return self._models(pb.ListModelsRequest(), timeout=self._deadline(timeout_s), metadata=self._metadata)
         except grpc.RpcError as error:
             raise failure_of(error) from None

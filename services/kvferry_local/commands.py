@@ -125,7 +125,10 @@ def prove(config: ClusterConfig, name: str | None, again: bool, timeout: float, 
             for line in proofs.bars(each):
                 click.echo(line)
     if not found:
-        raise LocalError("no prefill and decode workers that could exchange pages are registered")
+        raise LocalError(
+            "nothing is to be proven: no prefill and decode workers that could exchange pages are registered, or "
+            "engine.proof is off, as it is for simulated engines"
+        )
     if not all(each.is_proven for each in found):
         raise LocalError("not every transfer is proven")
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvferry.config import ClusterConfig, entry_of, is_of_entry
-from kvferry.errors import LocalError
+from kvferry.errors import LocalError, printable
 from kvferry.gateway.identity.tenants import read_secret
 from kvferry.membership.base import Member, MemberKind, Record
 from kvferry.membership.etcd import EtcdMembership
 from kvferry.proof.certificates import FOLDER, Certificate, Certificates, Way, can_transfer, key_of, kind_of
 from kvferry.proof.verdict import Distances, Outcome
 
-PENDING: Final = "pending"  # no gateway has begun
+PENDING: Final = "pending"  # no gateway has begun, or could make a proof
 UNDER_WAY: Final = "under way"
 _POLL_S: Final = 0.5
 _BAR: Final = 24  # characters
@@ -53,16 +53,16 @@ class ProofStatus:
             figures = f": distance {self.distance:.4g}, of wrong pages from {self.wrong_from:.4g}"
         reason = f"; decode workers compute prompts: {self.reason}" if self.reason and not self.is_proven else ""
         where = f" in pool {self.pool}" if self.pool else ""
-        return f"{self.way}{where} {self.outcome} on {devices or 'unknown devices'}{figures}{reason}"
+        return printable(f"{self.way}{where} {self.outcome} on {devices or 'unknown devices'}{figures}{reason}")
 
 
 def proofs_of(
     config: ClusterConfig, members: Collection[Member], records: Mapping[str, Record]
 ) -> tuple[ProofStatus, ...]:
-    """Return one for each kind of way between the members that has to be proven."""
+    """Return one for each pool and kind of way that has to be proven."""
     file = config.gateway.salt_secret_file
     certificates = Certificates(None, read_secret(file) if file is not None and file.exists() else b"")
-    found: dict[str, ProofStatus] = {}
+    found: dict[tuple[str, str], ProofStatus] = {}
     for prefill, decode in _pairs(members):
         if not _is_wanted(config, decode.pool):
             continue
@@ -71,7 +71,7 @@ def proofs_of(
             record = records.get(key)
             known = certificates.decode(key, record.value) if record is not None else None
             if known is not None or way is Way.TRANSFER:  # which workers have adapters, gateways know
-                found.setdefault(key, _status(key, way, prefill, decode, known))
+                found.setdefault((key, decode.pool), _status(key, way, prefill, decode, known))
     return tuple(found.values())
 
 
@@ -93,7 +93,7 @@ def _pairs(members: Collection[Member]) -> Iterator[tuple[Member, Member]]:
 
 def _status(key: str, way: Way, prefill: Member, decode: Member, known: Certificate | None) -> ProofStatus:
     outcome = PENDING
-    if known is not None:
+    if known is not None and (known.claimed_by or known.unix_s):  # else it could not be made, and is tried again
         outcome = UNDER_WAY if known.claimed_by and not known.is_proven else known.outcome.value
     return ProofStatus(
         key=key,
@@ -114,22 +114,28 @@ def _status(key: str, way: Way, prefill: Member, decode: Member, known: Certific
 
 
 async def prove(config: ClusterConfig, *, again: bool, timeout_s: float) -> tuple[ProofStatus, ...]:
-    """Return the results, once the cluster's gateways have one for each way. With `again`, they prove anew.
+    """Return results, once gateways have one for each way. With `again`, they prove anew.
 
-    Raises UnavailableError without etcd, LocalError where nothing is proven, or not in time.
+    Raises UnavailableError without etcd, ConfigError without the secret, LocalError without results in time.
     """
+    if (file := config.gateway.salt_secret_file) is not None:
+        read_secret(file)
     membership = EtcdMembership(config.membership)
     try:
         async with asyncio.timeout(timeout_s):
-            begun_s = time.time() if again else 0.0
+            # By clocks of gateways, which differ from this machine's.
+            before_s = {each.key: each.unix_s for each in await _read(config, membership)} if again else {}
             if again:
-                for key in {each.key for each in await _read(config, membership)}:
+                for key in before_s:
                     record = await membership.records.read(f"{FOLDER}/{key}")
                     if record is not None:
                         await membership.records.write(f"{FOLDER}/{key}", None, record.revision)
             while True:
                 found = await _read(config, membership)
-                if all(each.outcome not in (PENDING, UNDER_WAY) and each.unix_s >= begun_s for each in found):
+                if all(
+                    each.outcome not in (PENDING, UNDER_WAY) and each.unix_s > before_s.get(each.key, -math.inf)
+                    for each in found
+                ):
                     return found
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
@@ -149,7 +155,7 @@ def bars(proof: ProofStatus) -> Iterator[str]:
     every = [(each, name, value) for each in proof.distances for name, value in _figures(each)]
     largest = max((value for _, _, value in every), default=0.0)
     for each, name, value in every:
-        length = round(_BAR * value / largest) if largest else 0
+        length = round(_BAR * (value / largest)) if largest else 0
         yield f"{each.num_tokens:>6} tokens  {each.view:<6}  {name:<11}  {value:<9.4g}  {'#' * length}"
 
 

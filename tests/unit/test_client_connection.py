@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import time
+
 import pytest
 
-from kvferry_client import Client
+from kvferry_client import Client, DeadlineExceeded, Unavailable
 from kvferry_client.connection import Tls, metadata_of
+from support.waiting import SOON_S
 
 
 @pytest.mark.parametrize(
@@ -46,3 +50,28 @@ def test_texts_that_no_connection_has_are_refused_by_name() -> None:
         with pytest.raises(ValueError, match="api_key: expected printable ASCII") as refused:
             Client("127.0.0.1:1", api_key=key)
         assert "secr" not in str(refused.value)
+
+
+def test_a_key_in_clear_passes_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        with Client("localhost:1", api_key="secret", timeout_s=SOON_S) as client, pytest.raises(Unavailable):
+            client.models()
+        proxy.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            proxy.accept()
+
+
+@pytest.mark.parametrize("model", ["", "m"])
+@pytest.mark.parametrize("timeout_s", [0.0, 0.1])
+def test_a_deadline_counts_also_where_it_is_over_and_where_the_model_is_looked_up(model: str, timeout_s: float) -> None:
+    begun_s = time.monotonic()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        Client(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=SOON_S) as client,
+        pytest.raises(DeadlineExceeded),
+    ):
+        client.generate("x", model=model, timeout_s=timeout_s)
+    assert time.monotonic() - begun_s < SOON_S / 2

@@ -217,13 +217,13 @@ class Models:
             prompts = await renderer.render_completion({"prompt": list(TEXT), "max_tokens": 1})
         return [token for prompt in prompts for token in prompt.token_ids]
 
-    def longest_prompt(self, pool: str) -> int:
+    def longest_prompt(self, pool: str, block_size: int) -> int:
         """Return the tokens of the longest prompt of a proof."""
         model = self._model_of(pool)
         if model is None or model.renderer is None:
             return 0
         device = model.config.engine_of("decode", entry_of(pool)).device
-        return longest_prompt(model.renderer.max_model_len(), on_gpu=device == "gpu")
+        return longest_prompt(model.renderer.max_model_len(), block_size, on_gpu=device == "gpu")
 
     def _model_of(self, pool: str) -> GatewayModel | None:
         for model in self:

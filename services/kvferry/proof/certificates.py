@@ -87,9 +87,8 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_lost >= MAX_LOST
 
     def is_due(self, now_unix_s: float) -> bool:
-        # A clock that was wrong must not keep a result for ever.
-        age_s = now_unix_s - self.unix_s
-        return not self.is_final and not 0 <= age_s < AGAIN_S[self.outcome]
+        # Clocks of gateways differ, and one that was wrong must not keep a result for ever.
+        return not self.is_final and abs(now_unix_s - self.unix_s) >= AGAIN_S[self.outcome]
 
 
 @functools.lru_cache(1024)  # made once for each member
@@ -145,7 +144,7 @@ class Certificates:
         return hmac.new(self._secret, b"proof\0" + msgspec.json.encode(unsigned), hashlib.sha256).hexdigest()
 
     def load(self, name: str) -> Certificate | None:
-        """Return what an earlier cluster kept, unless other users could have written it."""
+        """Return what `keep` wrote, unless others could have."""
         if self._cache is None:
             return None
         try:
@@ -162,9 +161,9 @@ class Certificates:
             return None
 
     def keep(self, certificate: Certificate) -> None:
-        """Keep it for later clusters. Blocks."""
+        """Keep it for later clusters; if it is undecided, forget an earlier one. Blocks."""
         if self._cache is None or certificate.outcome is Outcome.UNDECIDED:
-            return
+            return self.drop(certificate.key)
         file = self._cache / f"{certificate.key}.json"
         partial = file.with_suffix(f".{os.getpid()}")
         try:
@@ -177,7 +176,7 @@ class Certificates:
             log.warning("the proof is not kept for later clusters: %s", error)
 
     def drop(self, name: str) -> None:
-        """Forget what `keep` wrote."""
+        """Undo `keep`."""
         if self._cache is None:
             return
         try:

@@ -8,13 +8,14 @@ import logging
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from msgspec import structs
 
 from kvferry.engine.base import EngineOutput, EngineRequest
-from kvferry.errors import EngineDead, KvferryError, Overloaded, UnavailableError, WorkerLost
+from kvferry.errors import EngineDead, KvferryError, Overloaded, UnavailableError, WorkerLost, printable
 from kvferry.link.worker_link import WorkerLink
 from kvferry.membership.base import MemberId, MemberKind, RecordChange, Records, RecordStore
 from kvferry.proof.certificates import (
@@ -40,6 +41,8 @@ CLAIM_S: Final = PROOF_TIMEOUT_S + 60.0  # after which a claim of another gatewa
 NUM_LOOKS, LOOK_S = 40, 0.05  # for requests of tenants that wait, before each request of a proof
 RETRY_S: Final = 5.0  # after a failure of the registry, or while workers are too busy
 RECHECK_S: Final = 60.0  # between looks for results that are due again
+# Between proofs of a way by one gateway: gateways with different clocks or secrets would else redo each other's.
+REPEAT_S: Final = AGAIN_S[Outcome.UNDECIDED]
 PENDING: Final = "not proven yet"
 MIN_TOKENS: Final = 16  # different ones that prompts are made of
 
@@ -56,10 +59,14 @@ class Subject(NamedTuple):
     def key(self) -> str:
         return key_of(kind_of(self.prefill.member), kind_of(self.decode.member), self.way)
 
+    @property
+    def in_pool(self) -> tuple[str, str]:
+        return self.key, self.decode.member.pool
+
     def __str__(self) -> str:
         prefill, decode = self.prefill.member, self.decode.member
         devices = f"{prefill.device or 'unknown'} to {decode.device or 'unknown'}"
-        return f"{self.way} of {decode.model.rpartition('/')[2]} ({devices})"
+        return printable(f"{self.way} of {decode.model.rpartition('/')[2]} ({devices})")
 
 
 class Prover:
@@ -72,10 +79,10 @@ class Prover:
         usable: Callable[[MemberKind], Sequence[WorkerLink]],
         is_wanted: Callable[[str], bool],
         read_tokens: Callable[[str], Awaitable[Sequence[int]]],
-        longest: Callable[[str], int],
+        longest: Callable[[str, int], int],
         on_change: Callable[[], None],
     ) -> None:
-        """By pool: `is_wanted`, `read_tokens` of a text that prompts are made of, `longest` of them in tokens."""
+        """By pool: `is_wanted`, `read_tokens` of a text that prompts are made of, `longest` by page size."""
         self._store = store
         self._certificates = certificates
         self._gateway_id = gateway_id
@@ -86,7 +93,8 @@ class Prover:
         self._on_change = on_change
         self._known: dict[str, Certificate] = {}
         self._claims_since_s: dict[tuple[str, str], float] = {}  # of other gateways, by key and gateway
-        self._replaced_s: dict[str, float] = {}  # when a record that could not be read was replaced, by key
+        self._not_before_s: dict[tuple[str, str], float] = {}  # when it may be proven again here, by key and pool
+        self._num_failures: Counter[tuple[str, str]] = Counter()  # in a row, likewise
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._has_read = asyncio.Event()
@@ -119,8 +127,8 @@ class Prover:
     # What is to be proven
 
     def _subjects(self) -> list[Subject]:
-        """Return one for each key."""
-        found: dict[str, Subject] = {}
+        """Return one for each key and pool."""
+        found: dict[tuple[str, str], Subject] = {}
         decoding = _one_of_each_kind(self._usable(MemberKind.DECODE))
         for prefill in _one_of_each_kind(self._usable(MemberKind.PREFILL)):
             for decode in decoding:
@@ -130,14 +138,14 @@ class Prover:
                 if adapters := sorted(prefill.adapters & decode.adapters):
                     subjects.append(Subject(prefill, decode, Way.ADAPTER, adapters[0]))
                 for subject in subjects:
-                    found.setdefault(subject.key, subject)
+                    found.setdefault(subject.in_pool, subject)
         return list(found.values())
 
-    def _next(self, failed: Collection[str]) -> Subject | None:
+    def _next(self) -> Subject | None:
         now_unix_s, now_s = time.time(), time.monotonic()
         for subject in self._subjects():
             known = self._known.get(subject.key)
-            if subject.key in failed:
+            if now_s < self._not_before_s.get(subject.in_pool, -math.inf):
                 continue
             if known is None:
                 return subject
@@ -151,29 +159,25 @@ class Prover:
 
     async def _prove_all(self) -> None:
         await self._has_read.wait()
-        num_failures = 0
         while True:
             self._changed.clear()
-            pause_s = min(RECHECK_S, RETRY_S * 2**num_failures)
-            failed: set[str] = set()  # others are not held up
-            while (subject := self._next(failed)) is not None:
+            while (subject := self._next()) is not None:
+                key = subject.in_pool
                 try:
                     await self._prove(subject)
+                    self._num_failures.pop(key, None)
                 except Exception as error:
                     if (task := asyncio.current_task()) is not None and task.cancelling():
                         return  # the claim could not be given back
-                    failed.add(subject.key)
+                    pause_s = min(RECHECK_S, RETRY_S * 2 ** min(self._num_failures[key], 10))
+                    self._num_failures[key] += 1
+                    self._not_before_s[key] = time.monotonic() + pause_s  # others are not held up
                     if isinstance(error, KvferryError | TimeoutError):
                         log.warning("no proof of %s now, again in %.0f s: %s", subject, pause_s, _message(error))
                     else:
                         log.exception("a proof failed; again in %.0f s", pause_s)
-            if failed:
-                num_failures = min(num_failures + 1, 10)
-                await asyncio.sleep(pause_s)
-                continue
-            num_failures = 0
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RECHECK_S):
+                async with asyncio.timeout(RETRY_S if self._num_failures else RECHECK_S):
                     await self._changed.wait()
 
     # Records
@@ -201,8 +205,9 @@ class Prover:
         for name, value in values.items():
             if value is not None:
                 self._learn(name, value)
-            elif self._known.pop(name, None) is not None:
-                # An operator wants it proven again.
+            else:  # an operator wants it proven again
+                self._known.pop(name, None)
+                self._not_before_s = {each: at_s for each, at_s in self._not_before_s.items() if each[0] != name}
                 self._certificates.drop(name)
 
     def _learn(self, name: str, value: bytes) -> None:
@@ -217,14 +222,14 @@ class Prover:
     # One proof
 
     async def _prove(self, subject: Subject) -> None:
-        key = subject.key
+        key, known = subject.key, self._known.get(subject.key)
         record = await self._store.read(f"{FOLDER}/{key}")
         before = self._certificates.decode(key, record.value) if record is not None else None
-        if record is not None and before is not None and before != self._known.get(key):
+        if record is not None and before is not None and before != known:
             self._learn(key, record.value)  # another gateway was at work
             return
         if record is not None and before is None:
-            self._replace_unreadable(key)
+            self._not_before_s[subject.in_pool] = time.monotonic() + REPEAT_S
         kept = await asyncio.to_thread(self._certificates.load, key) if before is None else None
         if kept is not None and not kept.is_due(time.time()):
             await self._write(kept, record.revision if record is not None else 0)
@@ -245,14 +250,8 @@ class Prover:
         finally:
             is_written = await self._conclude(result)
         if is_written:
+            self._not_before_s[subject.in_pool] = time.monotonic() + REPEAT_S
             await asyncio.to_thread(self._certificates.keep, result)
-
-    def _replace_unreadable(self, key: str) -> None:
-        # Two gateways with different secrets would else replace each other's records without a pause.
-        now_s = time.monotonic()
-        if now_s - self._replaced_s.get(key, -math.inf) < RECHECK_S:
-            raise UnavailableError("another gateway writes proofs that cannot be read (gateway.salt_secret_file)")
-        self._replaced_s[key] = now_s
 
     async def _conclude(self, result: Certificate) -> bool:
         # Meanwhile the claim may have been taken over, or deleted to have it proven anew.
@@ -281,11 +280,13 @@ class Prover:
         except (WorkerLost, EngineDead) as error:
             if error.is_blameless if isinstance(error, EngineDead) else not error.has_vanished:
                 raise  # another request is suspect; or the worker was drained, or this gateway ends
-            num_lost, reason = began.num_lost + 1, f"an engine was lost during the proof: {error.message}"
+            num_lost, reason = began.num_lost + 1, f"an engine was lost during the proof: {_message(error)}"
         except (UnavailableError, Overloaded):
             raise
         except (KvferryError, NotComparable) as error:
             reason = _message(error)
+        if subject.key != began.key:
+            raise UnavailableError("a worker became one of another kind during the proof")
         verdict = judge(measured)
         outcome = verdict.outcome
         if reason:
@@ -314,7 +315,7 @@ class Prover:
         tokens = await self._read_tokens(member.pool)
         if len(set(tokens)) < MIN_TOKENS:
             raise NotComparable(f"the text of the proof has fewer than {MIN_TOKENS} different tokens of this model")
-        longest = self._longest(member.pool)
+        longest = self._longest(member.pool, member.block_size)
         if longest < MIN_PROMPT:
             raise NotComparable(f"prompts of the proof have at least {MIN_PROMPT} tokens, and the context ends before")
         seed = secrets.randbits(32)
@@ -356,9 +357,9 @@ def _unproven(subject: Subject, reason: str) -> Certificate:
 
 
 def _one_of_each_kind(links: Sequence[WorkerLink]) -> Collection[WorkerLink]:
-    # A cluster has many workers, and few kinds of them.
+    # A cluster has many workers, and few kinds of them. One worker that is always full must not keep its kind unproven.
     found: dict[object, WorkerLink] = {}
-    for link in links:
+    for link in sorted(links, key=lambda each: (each.is_full, each.stats.num_waiting)):
         found.setdefault((link.member.pool, kind_of(link.member), link.adapters), link)
     return found.values()
 
@@ -366,11 +367,11 @@ def _one_of_each_kind(links: Sequence[WorkerLink]) -> Collection[WorkerLink]:
 async def _until_quiet(link: WorkerLink) -> None:
     """Let requests of tenants that wait at the worker go first, for a while. Raises Overloaded if it is full."""
     for _ in range(NUM_LOOKS):
-        if link.is_full:
-            raise Overloaded("a worker is full")
-        if not link.stats.num_waiting:
+        if not (link.is_full or link.stats.num_waiting):
             return
         await asyncio.sleep(LOOK_S)
+    if link.is_full:
+        raise Overloaded("a worker is full")
 
 
 def _log_result(subject: Subject, result: Certificate) -> None:
@@ -388,4 +389,4 @@ def _log_result(subject: Subject, result: Certificate) -> None:
 def _message(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "the engines did not answer in time"
-    return error.message if isinstance(error, KvferryError) else str(error)
+    return printable(error.message if isinstance(error, KvferryError) else str(error))

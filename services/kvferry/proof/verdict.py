@@ -25,9 +25,7 @@ CONTROL_FACTOR = 2.0  # how far beyond the limit each control has to be
 MIN_PROMPT = 8  # tokens
 FARTHEST = 1e6  # distance at most, as that from what is no number: JSON has no inf
 
-# Prompts of proofs cross the ends of several pages; on a GPU, where they cost little, of chunks and windows too.
-LONGEST_ON_CPU = 161
-LONGEST_ON_GPU = 4200
+LONGEST_ON_CPU, LONGEST_ON_GPU = 161, 4200  # tokens; on a GPU, where they cost little, over ends of chunks and windows
 TEXT = (
     "Every morning the pilot reads the tide tables, counts the crates on the quay and writes both numbers down.",
     "1, 2, 3, 5, 8, 13: each number is the sum of the two before it, and 21 follows.",
@@ -134,8 +132,9 @@ def _mean(values: Iterable[float]) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def longest_prompt(max_model_len: int, *, on_gpu: bool) -> int:  # a token is appended, and another answered
-    return min(LONGEST_ON_GPU if on_gpu else LONGEST_ON_CPU, max_model_len - 2)
+def longest_prompt(max_model_len: int, block_size: int, *, on_gpu: bool) -> int:
+    # As `lengths` wants for any size of pages. A token is appended, and another answered.
+    return min(max(5 * block_size + 1, LONGEST_ON_GPU if on_gpu else LONGEST_ON_CPU), max_model_len - 2)
 
 
 def lengths(block_size: int, longest: int) -> list[int]:

@@ -169,6 +169,7 @@ class WorkerPool:
         known = self._links.get(member.member_id)
         if known is not None and _fixed(known.member) == _fixed(member):
             known.member = member
+            self._candidates.pop(member.member_id, None)
             return
         if known is not None:
             self._drop(member.member_id)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from msgspec import structs
 
 from kvferry import config as configuration
 from kvferry.cli import main
-from kvferry.errors import LocalError
+from kvferry.errors import ConfigError, LocalError
 from kvferry.membership.base import Member, MemberId, MemberKind, Record
 from kvferry.proof.certificates import FOLDER, Certificate, Certificates, Way, key_of, kind_of
 from kvferry.proof.verdict import Distances, Outcome, View
@@ -62,6 +63,9 @@ def test_a_way_is_pending_under_way_or_has_a_result() -> None:
     (proven,) = of(a_certificate())
     assert (proven.outcome, proven.is_proven, proven.model) == ("proven", True, "m")
     assert (proven.distance, proven.wrong_from, proven.took_s) == (0.5, 2.0, 2.0)
+    (retried,) = of(a_certificate(outcome=Outcome.UNDECIDED, unix_s=0.0, reason="a worker is full"))
+    assert retried.outcome == PENDING
+    assert "a worker is full" in retried.line()
     (again,) = of(a_certificate(claimed_by="g"))
     assert again.is_proven, "until there is another result"
     (refuted,) = of(a_certificate(outcome=Outcome.REFUTED, reason="it is far away"))
@@ -79,6 +83,14 @@ def test_a_line_says_devices_and_distances_and_why_not() -> None:
     (pending,) = of(members=(a_member(MemberKind.PREFILL, pool="fast"), other))
     assert all(text in pending.line() for text in ("a device to another device", "pool fast", PENDING))
     assert "unknown" in of(members=(a_member(MemberKind.PREFILL, ""), a_member(MemberKind.DECODE, "")))[0].line()
+
+
+def test_names_and_reasons_cannot_write_lines_of_their_own() -> None:
+    bad = "a\nb\x1b[2J"
+    (refuted,) = of(a_certificate(outcome=Outcome.REFUTED, reason=bad))
+    (pending,) = of(members=(a_member(MemberKind.PREFILL, bad), a_member(MemberKind.DECODE, bad)))
+    assert refuted.line().isprintable()
+    assert pending.line().isprintable()
 
 
 def test_one_line_for_each_kind_of_way() -> None:
@@ -143,6 +155,8 @@ def test_bars_are_as_long_as_distances() -> None:
     lengths = [line.count("#") for line in bars(of(a_certificate())[0])]
     assert lengths == [round(24 * value / 8.0) for value in (0.5, 0.25, 4.0, 2.0, 0.125, 0.0, 8.0)]
     assert list(bars(of()[0])) == []
+    huge = Distances(0, 20, View.DIRECT, 1e308, 0.0, ())
+    assert [line.count("#") for line in bars(of(a_certificate(distances=(huge,)))[0])] == [24, 0]
     nothing = Distances(0, 20, View.DIRECT, 0.0, 0.0, ())
     assert [line.count("#") for line in bars(of(a_certificate(distances=(nothing,)))[0])] == [0, 0]
 
@@ -244,7 +258,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 async def test_it_waits_for_a_result(cluster: Cluster) -> None:
     await cluster.register()
     proving = cluster.proving()
-    for step in (None, a_certificate(outcome=Outcome.UNDECIDED, claimed_by="g")):
+    undecided = a_certificate(outcome=Outcome.UNDECIDED, unix_s=0.0)
+    for step in (None, structs.replace(undecided, claimed_by="g"), undecided):
         if step is not None:
             cluster.write(step)
         await asyncio.sleep(0.02)
@@ -261,16 +276,18 @@ async def test_what_has_a_result_is_not_waited_for(cluster: Cluster) -> None:
     assert found.is_proven
 
 
-async def test_again_deletes_the_record_and_waits_for_another_one(cluster: Cluster) -> None:
+@pytest.mark.parametrize("late_s", [0.0, 3600.0], ids=["clocks agree", "those of gateways are late"])
+async def test_again_deletes_the_record_and_waits_for_another_one(cluster: Cluster, late_s: float) -> None:
     await cluster.register()
-    cluster.write(a_certificate(unix_s=time.time() - 100))
+    earlier = a_certificate(unix_s=time.time() - late_s - 100)
+    cluster.write(earlier)
     proving = cluster.proving(again=True)
     await asyncio.sleep(0.02)
     assert cluster.name not in cluster.registry._records
-    cluster.write(a_certificate(unix_s=time.time() - 100))  # from the cache of a gateway that did not hear of it
+    cluster.write(earlier)  # from the cache of a gateway that did not hear of it
     await asyncio.sleep(0.02)
     assert not proving.done()
-    cluster.write(a_certificate(unix_s=time.time() + 1, took_s=3.0))
+    cluster.write(a_certificate(unix_s=time.time() - late_s, took_s=3.0))
     (found,) = await proving
     assert found.took_s == 3.0
 
@@ -281,6 +298,15 @@ async def test_it_ends_in_time(cluster: Cluster, delay_s: float) -> None:
     cluster.registry.delay_s = delay_s
     with pytest.raises(LocalError, match=r"0\.05 s"):
         await cluster.proving(timeout_s=0.05)
+
+
+async def test_without_the_secret_it_does_not_wait_for_records_that_it_cannot_read(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.config = configuration.parse({"model": {"path": "m"}, "gateway": {"salt_secret_file": str(tmp_path / "s")}})
+    await cluster.register()
+    with pytest.raises(ConfigError, match="salt_secret_file"):
+        await cluster.proving()
 
 
 async def test_without_ways_there_is_nothing_to_wait_for(cluster: Cluster) -> None:

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kvferry.engine.base import EngineOutput, EngineRequest, FinishReason, PromptSources, RequestId, TokenLogprob
 from kvferry.proof.measure import _TOKEN, Answered, Measurement, NotComparable, answered
-from kvferry.proof.verdict import FARTHEST, Distances, Outcome, View, judge, prompts
+from kvferry.proof.verdict import FARTHEST, Distances, Outcome, View, judge, longest_prompt, prompts
 
 TOKENS = list(range(1000, 1060))
 LONGEST = 161
@@ -134,7 +134,7 @@ class FakePair:
 
     async def distances(self) -> list[Distances]:
         measurement = self.measurement()
-        made = prompts(TOKENS, self.block_size, LONGEST, 7)
+        made = prompts(TOKENS, self.block_size, longest_prompt(9000, self.block_size, on_gpu=False), 7)
         return [each for number, prompt in enumerate(made) for each in await measurement.distances(number, prompt)]
 
 
@@ -184,6 +184,10 @@ def one_page_zeroed_of_long_ones(entries: Entries, block_size: int, before: Entr
     return zeroed(entries, block_size, before) if len(entries) >= LONGEST else entries
 
 
+def all_but_the_first_page_zeroed(entries: Entries, block_size: int, before: Entries) -> Entries:
+    return [*entries[:block_size], *[None] * (len(entries) - block_size)]
+
+
 def one_place_wrong(entries: Entries, block_size: int, before: Entries) -> Entries:
     return [None, *entries[1:]]
 
@@ -198,6 +202,7 @@ DAMAGES = (
     zeroed,
     partial_page_zeroed,
     one_page_zeroed_of_long_ones,
+    all_but_the_first_page_zeroed,
     one_place_wrong,
 )
 
@@ -213,7 +218,7 @@ async def test_pages_that_survive_are_proven(block_size: int, noise: float) -> N
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("block_size", [16, 32, 256, 1024])
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 async def test_pages_that_were_damaged_are_not_proven(damage: Damage, block_size: int, noise: float) -> None:
     assert judge(await FakePair(block_size, noise, damage).distances()).outcome is not Outcome.PROVEN

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,10 @@ from msgspec import structs
 
 from kvferry.engine.base import EngineOutput, EngineRequest, EngineStats, TokenLogprob
 from kvferry.errors import EngineDead, EngineError, KvferryError, NotReady, Overloaded, WorkerDraining, WorkerLost
-from kvferry.membership.base import Member, MemberId, MemberKind
+from kvferry.membership.base import Member, MemberId, MemberKind, Record
 from kvferry.proof import certificates as certificates_module
 from kvferry.proof import prover as prover_module
-from kvferry.proof.certificates import FOLDER, Certificate, Certificates, Way, key_of, kind_of
+from kvferry.proof.certificates import AGAIN_S, FOLDER, Certificate, Certificates, Way, key_of, kind_of
 from kvferry.proof.prover import CLAIM_S, Prover, Subject
 from kvferry.proof.verdict import Outcome
 from kvferry_sim.membership import MemoryMembership, MemoryRegistry
@@ -141,7 +142,7 @@ class Cluster:
             usable=usable,
             is_wanted=self.wanted,
             read_tokens=read_tokens,
-            longest=lambda pool: 161,
+            longest=lambda pool, block_size: 161,
             on_change=lambda: self.num_changes.update((name,)),
         )
         prover.start()
@@ -284,6 +285,31 @@ async def test_of_gateways_that_start_together_one_proves(cluster: Cluster, work
     assert len({each.cache_salt[: len("proof-00000000")] for each in workers.requests}) == 1
 
 
+async def test_a_gateway_whose_clock_is_late_does_not_prove_again(cluster: Cluster, workers: Workers) -> None:
+    cluster.write(a_certificate(workers, unix_s=time.time() + 2))
+    async with cluster.gateway() as prover:
+        await until(lambda: is_proven(prover, workers), within_s=SOON_S)
+        await quiet()
+    assert not workers.requests
+
+
+async def test_gateways_whose_clocks_differ_widely_do_not_prove_in_turn_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late_s = ContextVar("late_s", default=0.0)
+    clocks = SimpleNamespace(time=lambda: time.time() - late_s.get(), monotonic=time.monotonic)
+    monkeypatch.setattr(prover_module, "time", clocks)
+    workers = Workers(pulls=False)
+    cluster = Cluster([workers])
+    async with cluster.gateway("one"):
+        late_s.set(2 * AGAIN_S[Outcome.UNDECIDED])
+        async with cluster.gateway("two"):
+            await cluster.ends(Outcome.UNDECIDED)
+            await quiet()
+            await quiet()
+    assert len({each.cache_salt[: len("proof-00000000")] for each in workers.requests}) <= 2, "one of each gateway"
+
+
 async def test_a_kept_result_is_used_without_any_request(cluster: Cluster, workers: Workers, tmp_path: Path) -> None:
     Certificates(tmp_path).keep(a_certificate(workers))
     async with cluster.gateway(cache=tmp_path) as prover:
@@ -397,6 +423,26 @@ async def test_a_gateway_that_ends_gives_its_claim_back(cluster: Cluster, worker
         await cluster.ends(Outcome.PROVEN)
 
 
+async def test_a_claim_that_is_heard_of_while_the_record_is_read_is_left_to_its_gateway(workers: Workers) -> None:
+    cluster = Cluster([])
+    async with cluster.gateway() as prover:
+        await quiet()
+        read = prover._store.read
+
+        async def late(name: str) -> Record | None:
+            if cluster.read() is None:
+                cluster.write(a_certificate(workers, outcome=Outcome.UNDECIDED, unix_s=0.0, claimed_by="other"))
+            await until(lambda: workers.key in prover._known, within_s=SOON_S)
+            return await read(name)
+
+        prover._store.read = late  # type: ignore[method-assign]
+        cluster.workers.append(workers)
+        prover.workers_changed()
+        await quiet()
+    assert cluster.record.claimed_by == "other"
+    assert not workers.requests
+
+
 async def test_a_gateway_ends_while_the_registry_is_away(cluster: Cluster, workers: Workers) -> None:
     workers.decode[0].gate = asyncio.Event()
     async with cluster.gateway():
@@ -426,6 +472,7 @@ async def test_a_claim_that_was_taken_over_is_left_to_the_other_gateway(
 async def test_an_engine_that_is_lost_once_may_be_lost_by_chance_and_twice_refutes(
     cluster: Cluster, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prover_module, "REPEAT_S", 0.0)
     workers.fail(lambda: WorkerLost("a worker was lost", has_vanished=True), times=2)
     async with cluster.gateway(cache=tmp_path) as prover:
         await cluster.ends(Outcome.UNDECIDED)
@@ -434,7 +481,7 @@ async def test_an_engine_that_is_lost_once_may_be_lost_by_chance_and_twice_refut
         assert len(workers.requests) == num_requests, "not at once"
         assert cluster.record.num_lost == 1
         assert not files_in(tmp_path)
-        monkeypatch.setattr(certificates_module, "AGAIN_S", dict.fromkeys(Outcome, 0.0))
+        monkeypatch.setattr(certificates_module, "AGAIN_S", {**AGAIN_S, Outcome.UNDECIDED: 0.0})
         await cluster.ends(Outcome.REFUTED)
         assert cluster.record.is_final
         num_requests = len(workers.requests)
@@ -447,6 +494,19 @@ async def test_an_engine_that_is_lost_once_may_be_lost_by_chance_and_twice_refut
         cluster.write(None)
         await cluster.ends(Outcome.PROVEN)
         assert cluster.record.num_lost == 0
+
+
+async def test_an_engine_that_is_lost_takes_an_earlier_result_with_it(
+    cluster: Cluster, workers: Workers, tmp_path: Path
+) -> None:
+    earlier = a_certificate(workers, unix_s=time.time() - AGAIN_S[Outcome.PROVEN] + 2)
+    Certificates(tmp_path).keep(earlier)
+    cluster.write(structs.replace(earlier, unix_s=1.0))
+    workers.fail(lambda: WorkerLost("a worker was lost", has_vanished=True))
+    async with cluster.gateway(cache=tmp_path) as prover:
+        await cluster.ends(Outcome.UNDECIDED)
+        await until(lambda: not files_in(tmp_path), within_s=SOON_S)
+        assert not is_proven(prover, workers)
 
 
 async def test_a_dead_engine_counts_unless_another_request_is_suspect(cluster: Cluster, workers: Workers) -> None:
@@ -487,6 +547,32 @@ async def test_a_full_worker_is_not_asked_and_tenants_go_first(cluster: Cluster,
         await cluster.ends(Outcome.PROVEN)
 
 
+@pytest.mark.parametrize("is_full", [True, False])
+async def test_of_a_kind_the_worker_with_the_least_to_do_is_asked(is_full: bool) -> None:
+    workers = Workers(devices=("a device", "a device"))
+    workers.decode[0].is_full = is_full
+    workers.decode[0].stats = EngineStats(num_waiting=1)
+    async with Cluster([workers]).gateway() as prover:
+        await until(lambda: is_proven(prover, workers), within_s=SOON_S)
+    assert not workers.decode[0].requests
+    assert workers.decode[1].requests
+
+
+async def test_a_worker_that_is_full_for_a_moment_does_not_end_the_proof(cluster: Cluster, workers: Workers) -> None:
+    decode = workers.decode[0]
+    answer = decode.answer
+
+    def answer_and_be_full(request: EngineRequest) -> Sequence[EngineOutput]:
+        decode.is_full = True
+        asyncio.get_running_loop().call_later(2 * prover_module.LOOK_S, setattr, decode, "is_full", False)
+        return answer(request)
+
+    decode.answer = answer_and_be_full
+    async with cluster.gateway():
+        await cluster.ends(Outcome.PROVEN)
+    assert len({each.cache_salt[: len("proof-00000000")] for each in workers.requests}) == 1
+
+
 async def test_requests_that_wait_are_waited_for_but_not_for_ever(
     cluster: Cluster, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -525,13 +611,14 @@ async def test_a_whole_proof_has_a_limit_too(
 
 
 async def test_a_failed_request_leaves_it_undecided(cluster: Cluster, workers: Workers) -> None:
-    workers.fail(lambda: EngineError("it failed on this request"))
+    workers.fail(lambda: EngineError("it failed on this request\nand says more"))
     async with cluster.gateway() as prover:
         await cluster.ends(Outcome.UNDECIDED)
         num_requests = len(workers.requests)
         await quiet()
         assert len(workers.requests) == num_requests
         assert "it failed on this request" in cluster.record.reason
+        assert cluster.record.reason.isprintable()
         assert not is_proven(prover, workers)
 
 
@@ -563,6 +650,18 @@ async def test_while_the_registry_is_away_nothing_is_lost(cluster: Cluster, work
         cluster.registry.end_outage()
         await until(lambda: is_proven(prover, workers), within_s=SOON_S)
         await cluster.ends(Outcome.PROVEN)
+
+
+async def test_a_kind_is_not_proven_by_workers_that_became_others(cluster: Cluster, workers: Workers) -> None:
+    gate, before = asyncio.Event(), workers.decode[0].member
+    workers.decode[0].gate = gate
+    async with cluster.gateway() as prover:
+        await until(lambda: bool(workers.requests), within_s=SOON_S)
+        for link in workers.links:
+            link.member = structs.replace(link.member, exchange_digest="f")
+        gate.set()
+        await until(lambda: is_proven(prover, workers), within_s=SOON_S)
+        assert not prover.is_proven(kind_of(before), kind_of(before), has_adapter=False)
 
 
 async def test_an_unreadable_record_is_proven_over(cluster: Cluster, workers: Workers) -> None:
@@ -632,6 +731,32 @@ async def test_workers_that_come_later_are_proven(workers: Workers, monkeypatch:
         cluster.workers.append(workers)
         prover.workers_changed()
         await until(lambda: is_proven(prover, workers), within_s=SOON_S)
+
+
+async def test_a_way_that_fails_does_not_hold_up_workers_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prover_module, "RETRY_S", 2 * SOON_S)
+    unready, workers = Workers(pool="unready"), Workers(pool="z")
+    for link in workers.links:
+        link.member = structs.replace(link.member, exchange_digest="z")
+    cluster = Cluster([unready], unready={"unready"})
+    async with cluster.gateway() as prover:
+        await until(lambda: cluster.read() is not None and not cluster.record.claimed_by, within_s=SOON_S)
+        cluster.workers.append(workers)
+        prover.workers_changed()
+        await until(lambda: is_proven(prover, workers), within_s=SOON_S)
+
+
+async def test_pools_of_the_same_engines_share_a_result_and_any_of_them_can_find_it() -> None:
+    unready, workers = Workers(pool="a"), Workers(pool="b")
+    cluster = Cluster([unready, workers], unready={"a"})
+    async with cluster.gateway() as prover:
+        await until(lambda: is_proven(prover, workers), within_s=SOON_S)
+        await quiet()
+        found = {subject.decode.member.pool: result for subject, result in prover.results()}
+    assert set(found) == {"a", "b"}
+    assert all(result is not None and result.is_proven for result in found.values())
+    assert not unready.requests
+    assert len({each.cache_salt[: len("proof-00000000")] for each in workers.requests}) == 1
 
 
 async def test_a_way_that_cannot_be_proven_now_does_not_hold_up_others() -> None:

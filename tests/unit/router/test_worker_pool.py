@@ -121,6 +121,16 @@ async def test_a_worker_whose_record_names_another_pool_is_dialled_anew() -> Non
         await pool.close()
 
 
+async def test_requests_are_placed_by_the_record_that_a_worker_has_now() -> None:
+    pool = WorkerPool(MemoryMembership(MemoryRegistry()), "g")
+    worker = structs.replace(member("w"), exchange_digest="e")
+    pool._links[worker.member_id] = _Link(worker)  # type: ignore[assignment]
+    ((_, before),) = pool.candidates(MemberKind.DECODE, "")
+    pool._joined(structs.replace(worker, exchange_digest="f"))
+    ((_, after),) = pool.candidates(MemberKind.DECODE, "")
+    assert [each.engine_kind.exchange_digest for each in (before, after)] == ["e", "f"]
+
+
 async def test_as_many_requests_as_allowed_wait_for_room() -> None:
     queue = WorkerPool(MemoryMembership(MemoryRegistry()), "g", max_queued_requests=1).queues.of("")
     queue.enter(10.0, None, is_resumed=False)
