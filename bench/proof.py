@@ -76,7 +76,8 @@ def ask_of(engine: Engine) -> Ask:
 async def prove(pair: VllmPair, seed: int) -> tuple[Verdict, Sequence[Distances]]:
     """Prove the transfer between two engines as a gateway does."""
     tokens = [token for text in TEXT for token in pair.tokenize(text)]
-    block_size, longest = pair.decode.info.block_size, longest_prompt(MAX_MODEL_LEN, on_gpu=on_gpu())
+    block_size = pair.decode.info.block_size
+    longest = longest_prompt(MAX_MODEL_LEN, block_size, on_gpu=on_gpu())
     measurement = Measurement(
         ask_of(pair.prefill), ask_of(pair.decode), block_size=block_size, tokens=tokens, name=f"proof-{seed}"
     )

@@ -420,13 +420,11 @@ class GatewayHost:
         found: dict[tuple[str, str], ProofSample] = {}
         for subject, result in self.prover.results():
             pool, way = entry_of(subject.decode.member.pool) or DEFAULT_POOL, subject.way.value
-            is_proven = result is not None and result.is_proven
-            distance = result.distance if result is not None else None
-            other = found.get((pool, way))
-            if other is not None:
-                is_proven = is_proven and other.is_proven
-                distance = max((each for each in (distance, other.distance) if each is not None), default=None)
-            found[pool, way] = ProofSample(pool, way, is_proven, distance)
+            known = found.get((pool, way), ProofSample(pool, way, is_proven=True, distance=None))
+            is_proven = known.is_proven and result is not None and result.is_proven
+            measured = (known.distance, result.distance if result is not None else None)
+            distances = [each for each in measured if each is not None]
+            found[pool, way] = ProofSample(pool, way, is_proven, max(distances, default=None))
         return list(found.values())
 
     def _make_usage_log(self) -> UsageLog | None:

@@ -99,9 +99,6 @@ class Prover:
         self._tasks: list[asyncio.Task[None]] = []
         self._has_read = asyncio.Event()
 
-    def __repr__(self) -> str:
-        return f"<Prover {len(self._known)} results>"
-
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._prove_all())]
 

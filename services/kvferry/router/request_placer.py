@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.config import entry_of, is_of_entry
@@ -245,8 +245,9 @@ class RequestPlacer:
             if not prefill and full:
                 # Their queues are priced all the same: the decode worker may be cheaper.
                 prefill, has_full_prefill = full, True
-            if prefill and not (prefill := self._proven(prefill, decode)):
-                why_no_prefill = Reason.UNPROVEN
+            if prefill:
+                prefill, decode = self._proven(prefill, decode)
+                why_no_prefill = Reason.NO_PREFILL_WORKER if prefill else Reason.UNPROVEN
         began_ns = time.perf_counter_ns()
         now_s = time.monotonic()
         to_place = _placement_request(self._answer, decode[0].member.block_size, next(router.attempt_numbers))
@@ -283,19 +284,21 @@ class RequestPlacer:
             kind_of(holder), decode.engine_kind, self._pool, bool(self._adapter)
         )
 
-    def _proven(self, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> list[Candidate]:
-        """Return prefill workers whose pages may go to every one of these decode workers that could read them."""
-        kinds = {each.engine_kind for each in decode}
-        proven = {
-            kind
-            for kind in {each.engine_kind for each in prefill}
-            if all(
-                self._router.may_transfer(kind, other, self._pool, bool(self._adapter))
-                for other in kinds
-                if other.exchange_digest == kind.exchange_digest
-            )
-        }
-        return [each for each in prefill if each.engine_kind in proven]
+    def _proven(self, prefill: list[Candidate], decode: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+        """Return prefill workers that may transfer to each of these decode workers that could read their pages."""
+        # Decode workers to which no transfer is proven are left out while they are fewer than the others.
+        senders, readers = ({each.engine_kind for each in some} for some in (prefill, decode))
+        pairs = {(one, other) for one in senders for other in readers if one.exchange_digest == other.exchange_digest}
+        unproven = {pair for pair in pairs if not self._router.may_transfer(*pair, self._pool, bool(self._adapter))}
+        if not unproven:
+            return prefill, decode
+        alone = {other for _, other in unproven} - {other for _, other in pairs - unproven}
+        kept = [each for each in decode if each.engine_kind not in alone]
+        if 2 * len(kept) <= len(decode):
+            kept, alone = decode, set()
+        refuted = {one for one, other in unproven if other not in alone}
+        proven = [each for each in prefill if each.engine_kind not in refuted]
+        return proven, kept if proven else decode
 
     def _candidates(self, kind: MemberKind) -> tuple[list[Candidate], list[Candidate]]:
         """Return workers that did not fail this request: those with room, and those without.

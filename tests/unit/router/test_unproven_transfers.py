@@ -154,6 +154,22 @@ async def test_a_prefill_worker_is_used_only_if_its_pages_may_go_to_each_decode_
     assert {prefill for prefill, _ in await placing.pairs()} == {"p"}
 
 
+async def test_a_few_decode_workers_without_a_proof_do_not_end_transfers_to_others(
+    policy: Callable[[], Policy],
+) -> None:
+    decode = [FakeLink(DECODE, f"d{number}", "D") for number in (1, 2)]
+    new = FakeLink(DECODE, "n", "N")
+    placing = Placing(policy, FakeLink(PREFILL, "p", "P"), *decode, new, proven=[("P", "D")])
+    assert await placing.pairs() == {("p", "d1"), ("p", "d2")}
+    for link in decode:
+        link.has_room = False
+    assert await placing.pairs() == {(None, "n")}, "it takes what others have no room for"
+    placing = Placing(policy, FakeLink(PREFILL, "p", "P"), *decode, new, proven=[("P", "N")])
+    for link in decode:
+        link.has_room = True
+    assert {prefill for prefill, _ in await placing.pairs()} == {None}, "most decode workers are not left out"
+
+
 async def test_of_prefill_workers_only_those_that_are_proven_are_used(policy: Callable[[], Policy]) -> None:
     links = [FakeLink(PREFILL, name, name.upper()) for name in ("p1", "p2", "p3")]
     placing = Placing(policy, *links, FakeLink(DECODE, "d", "D"), proven=[("P2", "D"), ("D", "P1")])
