@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec import structs
 
-from kvferry.engine.base import NO_SOURCES, EngineOutput, EngineRequest, RequestId, Sampling, TransferParams
+from kvferry.engine.base import NO_SOURCES, EngineOutput, EngineRequest, RequestId, Sampling
 from kvferry.proof.verdict import Distances, Logprobs, View, distance, wrong_prompts
 
 NUM_LOGPROBS = 20
@@ -48,7 +49,7 @@ def answered(request: EngineRequest, outputs: Sequence[EngineOutput]) -> Answere
 class _Views:
     token: int  # a likely one, with which the held view goes on
     answers: Mapping[View, Sequence[Logprobs]]
-    held_tokens: Sequence[int]  # of the prompt, in pages that the engine held, by position
+    held_tokens: tuple[int, ...]  # of the prompt, in pages that the engine held, by position
 
 
 class Measurement:
@@ -73,10 +74,10 @@ class Measurement:
         """Raises the engines' errors, and NotComparable."""
         own = await self._own(prompt, f"{number}-own")
         noise = await self._cut_elsewhere(prompt, own, f"{number}-cut")
-        transferred = await self._transferred(prompt, prompt, own, f"{number}-transferred")
         wrong = wrong_prompts(prompt, self._block_size, self._tokens, number)
-        controls = [
-            await self._transferred(prompt, each, own, f"{number}-wrong-{place}") for place, each in enumerate(wrong)
+        transferred, *controls = [
+            await self._transferred(prompt, each, own, f"{number}-transferred-{place}", is_part=number % 2 == 1)
+            for place, each in enumerate([prompt, *wrong])
         ]
 
         def compared(view: View) -> Distances:
@@ -90,14 +91,16 @@ class Measurement:
                 tuple(distance(right, control.answers[view]) for control in controls),
             )
 
-        if not any(own.held_tokens):
+        of_own = {each.held_tokens for each in (own, noise)}
+        of_transferred = {each.held_tokens for each in (transferred, *controls)}
+        # Engines with recurrent layers keep less of what is transferred: they have the last state alone.
+        if not any(own.held_tokens) or (len(of_own) == len(of_transferred) == 1 and of_own != of_transferred):
             return [compared(View.DIRECT)]
-        for other in (noise, transferred, *controls):
-            if list(other.held_tokens) != list(own.held_tokens):
-                raise NotComparable(
-                    f"the decode engine held {sum(other.held_tokens)} tokens of pages where it held "
-                    f"{sum(own.held_tokens)} of its own; it may have been too busy to keep them"
-                )
+        if len(of_own | of_transferred) > 1:
+            raise NotComparable(
+                f"the decode engine held {sorted(of_transferred)} tokens of transferred pages where it held "
+                f"{sorted(of_own)} of its own; it may have been too busy to keep them"
+            )
         # At a page's end there is no partial page, and the first position of the held view is the direct one.
         is_whole = (len(prompt) - 1) % self._block_size == 0
         return [compared(view) for view in View if view is View.HELD or not is_whole]
@@ -115,13 +118,19 @@ class Measurement:
         answer = await self._decode(self._request(prompt, _TOKEN, salt))
         return await self._views(prompt, answer.logprobs[0], own.token, salt)
 
-    async def _transferred(self, prompt: Sequence[int], computed: Sequence[int], own: _Views, salt: str) -> _Views:
+    async def _transferred(
+        self, prompt: Sequence[int], computed: Sequence[int], own: _Views, salt: str, *, is_part: bool
+    ) -> _Views:
         """The pages are those of `computed`, a prompt of the same length."""
-        kept = await self._prefill(self._request(computed, _PROMPT_ONLY, salt, keep=True))
+        if is_part:  # as in a chat, both engines hold the beginning
+            half = len(prompt) // 2
+            await self._prefill(self._request(computed[:half], _PROMPT_ONLY, salt, keep_for_transfer=True))
+            await self._decode(self._request(prompt[:half], _PROMPT_ONLY, salt))
+        kept = await self._prefill(self._request(computed, _PROMPT_ONLY, salt, keep_for_transfer=True))
         if kept.last.transfer_params is None:
             raise NotComparable("the prefill engine kept no pages")
         # Where this fails, the lease frees the pages.
-        answer = await self._decode(self._request(prompt, _TOKEN, salt, params=kept.last.transfer_params))
+        answer = await self._decode(self._request(prompt, _TOKEN, salt, transfer_params=kept.last.transfer_params))
         sources = answer.last.sources or NO_SOURCES
         if not sources.external_kv_transfer:
             raise NotComparable("no pages came to the decode engine: it computed the prompt itself")
@@ -132,25 +141,10 @@ class Measurement:
         return _Views(
             token,
             {View.DIRECT: [direct], View.HELD: [each.logprobs[0] for each in held]},
-            [(each.last.sources or NO_SOURCES).local_cache_hit for each in held],
+            tuple((each.last.sources or NO_SOURCES).local_cache_hit for each in held),
         )
 
-    def _request(
-        self,
-        tokens: Sequence[int],
-        sampling: Sampling,
-        salt: str,
-        *,
-        keep: bool = False,
-        params: TransferParams | None = None,
-    ) -> EngineRequest:
-        return EngineRequest(
-            RequestId(f"{self._name}-{next(self._numbers)}"),
-            tokens,
-            sampling,
-            keep_for_transfer=keep,
-            transfer_params=params,
-            cache_salt=f"{self._name}-{salt}",
-            pool=self._pool,
-            adapter=self._adapter,
-        )
+    def _request(self, tokens: Sequence[int], sampling: Sampling, salt: str, **transfer: Any) -> EngineRequest:
+        request_id, salt = RequestId(f"{self._name}-{next(self._numbers)}"), f"{self._name}-{salt}"
+        plain = EngineRequest(request_id, tokens, sampling, cache_salt=salt, pool=self._pool, adapter=self._adapter)
+        return structs.replace(plain, **transfer)

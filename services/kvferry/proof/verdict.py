@@ -138,8 +138,15 @@ def longest_prompt(max_model_len: int, block_size: int, *, on_gpu: bool) -> int:
 
 
 def lengths(block_size: int, longest: int) -> list[int]:
-    """Return lengths of prompts: under a page, some pages and a half, some and a token, and `longest`."""
-    wanted = (block_size - 2, 3 * block_size + block_size // 2, 5 * block_size + 1, longest)
+    """Return lengths of prompts: under a page, some pages and a few tokens, some and one, and near `longest`."""
+
+    # Few, as the token that differs in a control is before them, and models may hardly look back.
+    def pages_and(rest: int, most: int) -> int:
+        return min(most, max(0, longest - rest) // block_size) * block_size + rest
+
+    if longest <= block_size:
+        return [longest]
+    wanted = (block_size - 2, pages_and(min(16, block_size // 2), 3), pages_and(1, 5), pages_and(1, longest))
     return sorted({min(longest, max(MIN_PROMPT, each)) for each in wanted})
 
 

@@ -119,13 +119,13 @@ class FakePair:
             held = self.decode.held(request.cache_salt, tokens)
             sources = PromptSources(len(tokens) - len(held), len(held))
             return self.decode.answer(request, held, sources)
-        assert not self.decode.held(request.cache_salt, tokens), "the engine would not pull what it holds"
-        pulled: Entries = []
+        pulled = held = self.decode.held(request.cache_salt, tokens)
         if self.pulls:
             number = request.transfer_params["number"]
-            pulled = self.damage(list(self.kept[number]), self.block_size, self.kept[number - 1])[: len(tokens) - 1]
+            found = self.damage(list(self.kept[number]), self.block_size, self.kept[number - 1])
+            pulled = [*held, *found[len(held) : len(tokens) - 1]]
         says_pulled = self.pulls if self.says_pulled is None else self.says_pulled
-        sources = PromptSources(0, 0, len(tokens)) if says_pulled else PromptSources(len(tokens))
+        sources = PromptSources(0, len(held), len(tokens) - len(held)) if says_pulled else PromptSources(len(tokens))
         return self.decode.answer(request, pulled, sources, is_kept=self.caches_pulled(request.cache_salt))
 
     def measurement(self, **values: Any) -> Measurement:
@@ -241,11 +241,22 @@ async def test_an_engine_that_computes_the_prompt_and_says_that_it_pulled_pages_
     assert judge(await FakePair(pulls=False, says_pulled=True).distances()).outcome is Outcome.UNDECIDED
 
 
-@pytest.mark.parametrize("which", ["", "-transferred", "-wrong-0", "-wrong-1"])
+@pytest.mark.parametrize("which", ["-transferred-0", "-transferred-1", "-transferred-2"])
 async def test_pages_that_are_not_held_after_the_transfer_are_not_compared(which: str) -> None:
     # What the engine computes from its own pages would be at distance 0.
     with pytest.raises(NotComparable, match="held"):
         await FakePair(caches_pulled=lambda salt: which not in salt).distances()
+
+
+async def test_an_engine_that_keeps_no_transferred_pages_is_measured_by_the_transfer_alone() -> None:
+    def keeps(salt: str) -> bool:
+        return "-transferred-" not in salt
+
+    found = await FakePair(caches_pulled=keeps).distances()
+    assert {each.view for each in found} == {View.DIRECT}
+    assert judge(found).outcome is Outcome.PROVEN
+    damaged = await FakePair(caches_pulled=keeps, damage=one_place_wrong).distances()
+    assert judge(damaged).outcome is Outcome.REFUTED
 
 
 async def test_an_engine_without_a_prefix_cache_is_measured_by_the_transfer_alone(
@@ -288,10 +299,25 @@ async def test_requests_have_ids_and_salts_of_their_own() -> None:
     assert {(each.turn, each.tier, each.sampling.temperature) for each in requests} == {(None, None, 0.0)}
     # One salt has pages of one kind alone.
     pulled = [each.cache_salt for each in pair.decode.requests if each.transfer_params is not None]
-    assert len(set(pulled)) == len(pulled) == len(pair.prefill.requests)
-    assert [each.cache_salt for each in pair.prefill.requests] == pulled
-    first_uses = {each.cache_salt: each for each in reversed(pair.decode.requests)}
-    assert all(first_uses[salt].transfer_params is not None for salt in pulled)
+    assert len(set(pulled)) == len(pulled)
+    assert {each.cache_salt for each in pair.prefill.requests} == set(pulled)
+    for salt in pulled:
+        uses = [each for each in pair.decode.requests if each.cache_salt == salt]
+        (transfer,) = (each for each in uses if each.transfer_params is not None)
+        before = uses[: uses.index(transfer)]
+        assert all(len(each.prompt_token_ids) <= len(transfer.prompt_token_ids) // 2 for each in before)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_of_some_prompts_both_engines_hold_a_beginning_as_in_a_chat(number: int) -> None:
+    pair, prompt = FakePair(), TOKENS[:50]
+    await pair.measurement().distances(number, prompt)
+    transfers = [each for each in pair.decode.requests if each.transfer_params is not None]
+    assert len(transfers) == 3
+    for engine in (pair.prefill, pair.decode):
+        beginnings = [each for each in engine.requests if list(each.prompt_token_ids) == prompt[:25]]
+        assert len(beginnings) == 3 * number
+        assert all(engine.held(each.cache_salt, prompt[:25]) for each in beginnings)
 
 
 async def test_the_last_token_is_computed_in_the_same_step_each_time() -> None:
