@@ -47,9 +47,8 @@ def answered(request: EngineRequest, outputs: Sequence[EngineOutput]) -> Answere
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    token: int  # a likely one, with which the held view goes on
-    answers: Mapping[View, Sequence[Logprobs]]
-    held_tokens: tuple[int, ...]  # of the prompt, in pages that the engine held, by position
+    answers: Mapping[View, Logprobs]
+    num_held: int  # tokens of the prompt in whole pages that the engine held
 
 
 class Measurement:
@@ -73,28 +72,28 @@ class Measurement:
     async def distances(self, number: int, prompt: Sequence[int]) -> list[Distances]:
         """Raises the engines' errors, and NotComparable."""
         own = await self._own(prompt, f"{number}-own")
-        noise = await self._cut_elsewhere(prompt, own, f"{number}-cut")
+        noise = await self._cut_elsewhere(prompt, f"{number}-cut")
         wrong = wrong_prompts(prompt, self._block_size, self._tokens, number)
         transferred, *controls = [
-            await self._transferred(prompt, each, own, f"{number}-transferred-{place}", is_part=number % 2 == 1)
+            await self._transferred(prompt, each, f"{number}-transferred-{place}", is_part=number % 2 == 1)
             for place, each in enumerate([prompt, *wrong])
         ]
 
         def compared(view: View) -> Distances:
-            right = own.answers[view]
+            right = [own.answers[view]]
             return Distances(
                 number,
                 len(prompt),
                 view,
-                distance(right, transferred.answers[view]),
-                distance(right, noise.answers[view]),
-                tuple(distance(right, control.answers[view]) for control in controls),
+                distance(right, [transferred.answers[view]]),
+                distance(right, [noise.answers[view]]),
+                tuple(distance(right, [control.answers[view]]) for control in controls),
             )
 
-        of_own = {each.held_tokens for each in (own, noise)}
-        of_transferred = {each.held_tokens for each in (transferred, *controls)}
+        of_own = {each.num_held for each in (own, noise)}
+        of_transferred = {each.num_held for each in (transferred, *controls)}
         # Engines with recurrent layers keep less of what is transferred: they have the last state alone.
-        if not any(own.held_tokens) or (len(of_own) == len(of_transferred) == 1 and of_own != of_transferred):
+        if not own.num_held or (len(of_own) == len(of_transferred) == 1 and of_own != of_transferred):
             return [compared(View.DIRECT)]
         if len(of_own | of_transferred) > 1:
             raise NotComparable(
@@ -108,19 +107,17 @@ class Measurement:
     async def _own(self, prompt: Sequence[int], salt: str) -> _Views:
         # As after a transfer, the last token of the prompt is computed alone, from pages with all tokens before it.
         sampling = structs.replace(_TOKEN, max_tokens=2, allowed_token_ids=(prompt[-1],))
-        direct = (await self._decode(self._request(prompt[:-1], sampling, f"{salt}-alone"))).logprobs[1]
+        alone = await self._decode(self._request(prompt[:-1], sampling, f"{salt}-alone"))
         await self._decode(self._request(prompt, _PROMPT_ONLY, salt))
-        return await self._views(prompt, direct, max(direct, key=direct.__getitem__), salt)
+        return await self._views(prompt, alone.logprobs[1], salt)
 
-    async def _cut_elsewhere(self, prompt: Sequence[int], own: _Views, salt: str) -> _Views:
+    async def _cut_elsewhere(self, prompt: Sequence[int], salt: str) -> _Views:
         for cut in (len(prompt) // 3, len(prompt) // 2 + 1):
             await self._decode(self._request(prompt[: max(1, cut)], _PROMPT_ONLY, salt))
         answer = await self._decode(self._request(prompt, _TOKEN, salt))
-        return await self._views(prompt, answer.logprobs[0], own.token, salt)
+        return await self._views(prompt, answer.logprobs[0], salt)
 
-    async def _transferred(
-        self, prompt: Sequence[int], computed: Sequence[int], own: _Views, salt: str, *, is_part: bool
-    ) -> _Views:
+    async def _transferred(self, prompt: Sequence[int], computed: Sequence[int], salt: str, *, is_part: bool) -> _Views:
         """The pages are those of `computed`, a prompt of the same length."""
         if is_part:  # as in a chat, both engines hold the beginning
             half = len(prompt) // 2
@@ -134,15 +131,14 @@ class Measurement:
         sources = answer.last.sources or NO_SOURCES
         if not sources.external_kv_transfer:
             raise NotComparable("no pages came to the decode engine: it computed the prompt itself")
-        return await self._views(prompt, answer.logprobs[0], own.token, salt)
+        return await self._views(prompt, answer.logprobs[0], salt)
 
-    async def _views(self, prompt: Sequence[int], direct: Logprobs, token: int, salt: str) -> _Views:
-        held = [await self._decode(self._request(each, _TOKEN, salt)) for each in (prompt, [*prompt, token])]
-        return _Views(
-            token,
-            {View.DIRECT: [direct], View.HELD: [each.logprobs[0] for each in held]},
-            tuple((each.last.sources or NO_SOURCES).local_cache_hit for each in held),
-        )
+    async def _views(self, prompt: Sequence[int], direct: Logprobs, salt: str) -> _Views:
+        if len(prompt) <= self._block_size:
+            return _Views({View.DIRECT: direct}, 0)
+        held = await self._decode(self._request(prompt, _TOKEN, salt))
+        num_held = (held.last.sources or NO_SOURCES).local_cache_hit
+        return _Views({View.DIRECT: direct, View.HELD: held.logprobs[0]}, num_held)
 
     def _request(self, tokens: Sequence[int], sampling: Sampling, salt: str, **transfer: Any) -> EngineRequest:
         request_id, salt = RequestId(f"{self._name}-{next(self._numbers)}"), f"{self._name}-{salt}"

@@ -39,7 +39,7 @@ Logprobs = Mapping[int, float]  # natural logarithms by token id, of one positio
 
 
 class View(enum.StrEnum):
-    """direct: the first token after a transfer, from a partial page too. held: tokens from whole pages it holds."""
+    """direct: the token after a transfer, from a partial page too. held: the same one again, from whole held pages."""
 
     DIRECT = "direct"
     HELD = "held"
@@ -133,8 +133,8 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def longest_prompt(max_model_len: int, block_size: int, *, on_gpu: bool) -> int:
-    # As `lengths` wants for any size of pages. A token is appended, and another answered.
-    return min(max(5 * block_size + 1, LONGEST_ON_GPU if on_gpu else LONGEST_ON_CPU), max_model_len - 2)
+    # As `lengths` wants for any size of pages. A token is answered.
+    return min(max(5 * block_size + 1, LONGEST_ON_GPU if on_gpu else LONGEST_ON_CPU), max_model_len - 1)
 
 
 def lengths(block_size: int, longest: int) -> list[int]:

@@ -274,7 +274,7 @@ async def test_an_engine_without_a_prefix_cache_is_measured_by_the_transfer_alon
     [
         (14, [View.DIRECT]),
         (15, [View.DIRECT]),
-        (16, [View.DIRECT, View.HELD]),
+        (16, [View.DIRECT]),
         (17, [View.HELD]),
         (18, [View.DIRECT, View.HELD]),
         (33, [View.HELD]),
