@@ -137,6 +137,8 @@ async def prove(config: ClusterConfig, *, again: bool, timeout_s: float) -> tupl
                     for each in found
                 ):
                     return found
+                if not any(each.kind is MemberKind.GATEWAY for each in await membership.members()):
+                    raise LocalError("no gateway is registered in etcd, and it is gateways that prove transfers")
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         raise LocalError(

@@ -62,7 +62,6 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     num_lost: int = 0  # engines that ended in the proof, in a row
     limits: Mapping[str, float] = {}  # by view
     distances: tuple[Distances, ...] = ()
-    signature: str = ""  # of all other fields, by the cluster's secret where it has one
 
     @property
     def key(self) -> str:
@@ -91,6 +90,11 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
         return not self.is_final and abs(now_unix_s - self.unix_s) >= AGAIN_S[self.outcome]
 
 
+class _Signed(msgspec.Struct):
+    certificate: msgspec.Raw  # signed as it was written: a later release may know more fields
+    signature: str  # by the cluster's secret; empty where it has none
+
+
 @functools.lru_cache(1024)  # made once for each member
 def kind_of(member: Member) -> EngineKind:
     return EngineKind(member.exchange_digest, member.device, member.version)
@@ -98,8 +102,8 @@ def kind_of(member: Member) -> EngineKind:
 
 def can_transfer(prefill: Member, decode: Member) -> bool:
     """Whether pages of one could go to the other. Without a digest nothing says what their bytes mean."""
-    has_digest = bool(decode.exchange_digest)
-    return has_digest and (prefill.pool, prefill.exchange_digest) == (decode.pool, decode.exchange_digest)
+    is_known = bool(decode.exchange_digest) and decode.block_size > 0
+    return is_known and (prefill.pool, prefill.exchange_digest) == (decode.pool, decode.exchange_digest)
 
 
 @functools.lru_cache(4096)
@@ -116,32 +120,31 @@ class Certificates:
         self._secret = secret
 
     def encode(self, certificate: Certificate) -> bytes:
-        unsigned = structs.replace(certificate, signature="", reason=certificate.reason[:MAX_REASON_CHARS])
-        return msgspec.json.encode(structs.replace(unsigned, signature=self._signature(unsigned)))
+        value = msgspec.json.encode(structs.replace(certificate, reason=certificate.reason[:MAX_REASON_CHARS]))
+        return msgspec.json.encode(_Signed(msgspec.Raw(value), self._signature(value)))
 
     def decode(self, name: str, value: bytes) -> Certificate | None:
         """Return None, and log, for a record that cannot be read, or is not signed as it should be."""
         why = f"it has {len(value)} bytes"
         if len(value) <= MAX_RECORD_BYTES:
             try:
-                certificate = msgspec.json.decode(value, type=Certificate)
+                signed = msgspec.json.decode(value, type=_Signed)
+                certificate = msgspec.json.decode(signed.certificate, type=Certificate)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 why = str(error)[:200]
             else:
-                unsigned = structs.replace(certificate, signature="")
+                signature = self._signature(bytes(signed.certificate))
                 if certificate.key != name:
                     why = "it is of other engines than its name says"
-                elif not hmac.compare_digest(certificate.signature.encode(), self._signature(unsigned).encode()):
+                elif not hmac.compare_digest(signed.signature.encode(), signature.encode()):
                     why = "its signature is not that of this cluster (gateway.salt_secret_file)"
                 else:
                     return certificate
         log.warning("the proof %.64r is passed over: %s", name, why)
         return None
 
-    def _signature(self, unsigned: Certificate) -> str:
-        if not self._secret:
-            return ""
-        return hmac.new(self._secret, b"proof\0" + msgspec.json.encode(unsigned), hashlib.sha256).hexdigest()
+    def _signature(self, value: bytes) -> str:
+        return hmac.new(self._secret, b"proof\0" + value, hashlib.sha256).hexdigest() if self._secret else ""
 
     def load(self, name: str) -> Certificate | None:
         """Return what `keep` wrote, unless others could have."""

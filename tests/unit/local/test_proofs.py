@@ -31,7 +31,7 @@ DISTANCES = (
 
 
 def a_member(kind: MemberKind, device: str = "a device", pool: str = "", **values: Any) -> Member:
-    known = {"address": "a:1", "model": "/models/m", "version": "1.0", "exchange_digest": "e"}
+    known = {"address": "a:1", "model": "/models/m", "version": "1.0", "exchange_digest": "e", "block_size": 16}
     return Member(kind=kind, member_id=MemberId(f"{kind}-{device}"), device=device, pool=pool, **{**known, **values})
 
 
@@ -233,8 +233,8 @@ class Cluster:
         monkeypatch.setattr(proofs, "EtcdMembership", lambda config: MemoryMembership(self.registry))
         monkeypatch.setattr(proofs, "_POLL_S", 0.001)
 
-    async def register(self) -> None:
-        for member in (PREFILL, DECODE):
+    async def register(self, *members: Member) -> None:
+        for member in members or (PREFILL, DECODE, a_member(MemberKind.GATEWAY)):
             await MemoryMembership(self.registry).register(member)
 
     @property
@@ -311,3 +311,11 @@ async def test_without_the_secret_it_does_not_wait_for_records_that_it_cannot_re
 
 async def test_without_ways_there_is_nothing_to_wait_for(cluster: Cluster) -> None:
     assert await cluster.proving() == ()
+
+
+async def test_without_a_gateway_it_does_not_wait(cluster: Cluster) -> None:
+    await cluster.register(PREFILL, DECODE)
+    with pytest.raises(LocalError, match="no gateway is registered"):
+        await cluster.proving()
+    cluster.write(a_certificate())
+    assert [each.is_proven for each in await cluster.proving()] == [True], "an earlier one had proven it"
