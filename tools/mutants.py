@@ -39,6 +39,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "kvferry_keeper/remote/chunk_lender.py": ("tests/unit/keeper/test_chunk_lender.py",),
     "kvferry/link/flow_control.py": ("tests/unit/link/test_flow_control.py",),
     "kvferry/link/quarantine.py": ("tests/unit/link/test_quarantine.py",),
+    "kvferry/proof/verdict.py": ("tests/unit/proof/test_verdict.py",),
     "kvferry/router/prices/ledger.py": ("tests/unit/router/test_ledger.py",),
     "kvferry_keeper/store/keyring.py": ("tests/unit/store/test_keyring.py",),
     "kvferry_keeper/store/chunk_quarantine.py": ("tests/unit/store/test_chunk_quarantine.py",),
@@ -69,6 +70,12 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "self._withholds_others = None  # once there were more of them: any tenant without a record may be one": (
             "only its truth counts"
         ),
+    },
+    "kvferry/proof/verdict.py distance": {
+        "least = min(there.values(), default=+math.inf)": "as far away",
+    },
+    "kvferry/proof/verdict.py _mean": {
+        "return sum(found) / len(found) if found else 1.0": "of a view that was not measured, where both means are it",
     },
     "kvferry/link/quarantine.py Quarantine.add": {
         "self._digest_to_end_s.popitem(last=None)": "only its truth counts",

@@ -142,7 +142,7 @@ def lengths(block_size: int, longest: int) -> list[int]:
 
     # Few, as the token that differs in a control is before them, and models may hardly look back.
     def pages_and(rest: int, most: int) -> int:
-        return min(most, max(0, longest - rest) // block_size) * block_size + rest
+        return min(most, (longest - rest) // block_size) * block_size + rest
 
     if longest <= block_size:
         return [longest]

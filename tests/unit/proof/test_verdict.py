@@ -14,7 +14,10 @@ from kvferry.proof.verdict import (
     CONTROL_FACTOR,
     EXACT,
     FARTHEST,
+    FINE_FACTOR,
     FINEST,
+    LONGEST_ON_CPU,
+    LONGEST_ON_GPU,
     MIN_PROMPT,
     NOISE_FACTOR,
     NUM_LIKELIEST,
@@ -108,6 +111,7 @@ def test_what_is_no_number_is_as_far_away_as_can_be(own: list[dict[int, float]],
         # Each is below the largest noise of all prompts.
         ([measured(0.15, 0.0), measured(0.15, 0.0), measured(0.15, 0.1)], Outcome.REFUTED),
         ([measured(0.15, 0.0), measured(0.0, 0.1), measured(0.0, 0.0)], Outcome.PROVEN),
+        ([measured(0.0015, 0.001), measured(0.0009), measured(0.0004)], Outcome.PROVEN),
         # One bad prompt, first, last and in the middle.
         ([measured(1.0), measured(), measured()], Outcome.REFUTED),
         ([measured(), measured(1.0), measured()], Outcome.REFUTED),
@@ -124,6 +128,7 @@ def test_what_is_no_number_is_as_far_away_as_can_be(own: list[dict[int, float]],
         # Controls that are near, as of models with random weights: the transfer has to be far nearer.
         ([measured(controls=(CONTROL_FACTOR * EXACT,))], Outcome.PROVEN),
         ([measured(1e-6, controls=(1e-5, 5.0))], Outcome.PROVEN),
+        ([measured(1e-5 / FINE_FACTOR, controls=(1e-5,))], Outcome.PROVEN),
         ([measured(1.1e-6, controls=(1e-5, 5.0))], Outcome.UNDECIDED),
         ([measured(0.0, 5e-6, (1e-5,))], Outcome.UNDECIDED),
         ([measured(0.0, 0.0, (1e-5,)), measured(0.0, 5e-6)], Outcome.UNDECIDED),
@@ -147,7 +152,16 @@ def test_what_is_no_number_is_as_far_away_as_can_be(own: list[dict[int, float]],
 def test_the_outcome(of_prompts: list[Distances], outcome: Outcome) -> None:
     verdict = judge(of_prompts)
     assert verdict.outcome is outcome
-    assert bool(verdict.reason) is (outcome is not Outcome.PROVEN)
+    assert (verdict.reason == "") is (outcome is Outcome.PROVEN)
+
+
+def test_a_verdict_says_why_and_by_which_limits() -> None:
+    assert judge([]).reason == "nothing was measured"
+    refuted = judge([measured(1.0)])
+    assert refuted.reason.startswith(
+        "transferred pages differ from the engine's own at 100 tokens (direct): distance 1"
+    )
+    assert refuted.limits == judge([measured()]).limits == {"direct": EXACT, "held": EXACT}
 
 
 def test_each_view_has_its_own_noise() -> None:
@@ -204,6 +218,37 @@ def test_the_longest_prompt_has_several_pages_and_leaves_room_for_a_token(block_
     assert longest_prompt(100, block_size, on_gpu=on_gpu) == 99
 
 
+@pytest.mark.parametrize(
+    ("block_size", "longest", "expected"),
+    [
+        (32, 161, [30, 112, 161]),
+        (16, 4200, [14, 56, 81, 4193]),
+        (528, 2046, [526, 1585, 1600]),
+        (128, 641, [126, 400, 641]),
+        (36, 181, [34, 124, 181]),
+        (16, 17, [8, 14, 17]),
+        (16, 16, [16]),
+        (1024, 40, [40]),
+    ],
+)
+def test_lengths_of_some_pages(block_size: int, longest: int, expected: list[int]) -> None:
+    assert lengths(block_size, longest) == expected
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "block_size", "on_gpu", "expected"),
+    [
+        (8192, 32, False, LONGEST_ON_CPU),
+        (8192, 32, True, LONGEST_ON_GPU),
+        (8192, 1024, False, 5121),
+        (8192, 1024, True, 5121),
+        (2048, 1024, True, 2047),
+    ],
+)
+def test_the_longest_prompt(max_model_len: int, block_size: int, on_gpu: bool, expected: int) -> None:
+    assert longest_prompt(max_model_len, block_size, on_gpu=on_gpu) == expected
+
+
 def test_prompts_have_tokens_of_the_text_and_differ_with_the_seed() -> None:
     tokens = list(range(100, 160))
     made = prompts(tokens, 16, 161, 7)
@@ -226,6 +271,7 @@ def test_the_pages_of_wrong_prompts_are_wrong(block_size: int, num_different: in
     for size in sorted(sizes):
         prompt = [draw.choice(tokens) for _ in range(size)]
         wrong = wrong_prompts(prompt, block_size, tokens, size)
+        assert wrong == wrong_prompts(prompt, block_size, tokens, size)
         whole = (size - 1) // block_size * block_size
         for each in wrong:
             differs = [place for place in range(size) if each[place] != prompt[place]]
