@@ -21,6 +21,7 @@ from kvferry.proof.certificates import (
     Certificates,
     EngineKind,
     Way,
+    can_transfer,
     key_of,
     kind_of,
 )
@@ -120,10 +121,11 @@ def test_an_unreadable_record_is_passed_over_and_said(value: bytes, caplog: pyte
     assert "passed over" in caplog.text
 
 
-def test_a_record_under_the_name_of_other_engines_is_passed_over() -> None:
+def test_a_record_under_the_name_of_other_engines_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     certificates, certificate = Certificates(None, SECRET), a_certificate()
     other = key_of(DECODE, PREFILL, Way.TRANSFER)
     assert certificates.decode(other, certificates.encode(certificate)) is None
+    assert f"the proof {other!r} is passed over: it is of other engines than its name says" in caplog.text
 
 
 def test_a_long_reason_is_cut_and_signed_as_it_is_written() -> None:
@@ -134,6 +136,29 @@ def test_a_long_reason_is_cut_and_signed_as_it_is_written() -> None:
 
 
 # Keys
+
+
+def a_worker(**values: Any) -> Member:
+    known = {"kind": MemberKind.DECODE, "member_id": MemberId("w"), "address": "a:1", "model": "m", "version": "1"}
+    return Member(**{**known, "exchange_digest": "e", "block_size": 1, **values})
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "can"),
+    [
+        ({}, {}, True),
+        ({"pool": "p"}, {"pool": "p"}, True),
+        ({"pool": "p"}, {}, False),
+        ({}, {"exchange_digest": "f"}, False),
+        ({"exchange_digest": ""}, {"exchange_digest": ""}, False),
+        ({"block_size": 0}, {"block_size": 0}, False),
+        ({"device": "a device"}, {"device": "another device"}, True),
+    ],
+)
+def test_pages_can_go_between_workers_of_a_pool_whose_bytes_mean_the_same(
+    prefill: dict[str, Any], decode: dict[str, Any], can: bool
+) -> None:
+    assert can_transfer(a_worker(**prefill), a_worker(**decode)) is can
 
 
 def test_the_key_is_of_every_part() -> None:
@@ -215,10 +240,15 @@ def test_a_result_is_kept_and_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))
-def test_what_is_undecided_is_not_kept(tmp_path: Path, outcome: Outcome) -> None:
+def test_what_is_undecided_is_not_kept_and_what_was_before_is_forgotten(
+    tmp_path: Path, outcome: Outcome, caplog: pytest.LogCaptureFixture
+) -> None:
     certificates, certificate = Certificates(tmp_path), a_certificate(outcome=outcome)
     certificates.keep(certificate)
-    assert (certificates.load(certificate.key) is not None) is (outcome is not Outcome.UNDECIDED)
+    certificates.keep(a_certificate())
+    certificates.keep(certificate)
+    assert certificates.load(certificate.key) == (certificate if outcome is not Outcome.UNDECIDED else None)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("mode", "is_read"), [(0o600, True), (0o644, True), (0o620, False), (0o602, False)])
