@@ -49,8 +49,8 @@ def read() -> list[Row]:
 
 
 def record(rows: Sequence[Row]) -> None:
-    """Write both files. A row replaces that of the same kind, type and device."""
-    known = {row.key: row for row in (*read(), *rows)}
+    """Write both files. A row replaces that of the same kind, type and device; types that are not tried any more go."""
+    known = {row.key: row for row in (*read(), *rows) if row.dtype == KINDS[row.kind].dtype}
     ordered = [known[key] for key in sorted(known)]
     SEEN.write_bytes(msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n")
     PAGE.write_text(with_record(PAGE.read_text(encoding="utf-8"), ordered), encoding="utf-8")
