@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -116,7 +117,8 @@ def prove(config: ClusterConfig, name: str | None, again: bool, timeout: float, 
     """
     record = named_folder(name, config.name if name is None else name).record()
     cluster_config = config if record is None else configuration.parse(record.config)
-    found = asyncio.run(proofs.prove(cluster_config, again=again, timeout_s=timeout))
+    waiting = functools.partial(click.echo, err=True)
+    found = asyncio.run(proofs.prove(cluster_config, again=again, timeout_s=timeout, tell=waiting))
     if as_json:
         click.echo(json.dumps([msgspec.to_builtins(each) for each in found], indent=2))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -113,9 +113,12 @@ def _status(key: str, way: Way, prefill: Member, decode: Member, known: Certific
     )
 
 
-async def prove(config: ClusterConfig, *, again: bool, timeout_s: float) -> tuple[ProofStatus, ...]:
+async def prove(
+    config: ClusterConfig, *, again: bool, timeout_s: float, tell: Callable[[str], None]
+) -> tuple[ProofStatus, ...]:
     """Return results, once gateways have one for each way. With `again`, they prove anew.
 
+    `tell` gets a line whenever the state of a way that is waited for has changed.
     Raises UnavailableError without etcd, ConfigError without the secret, LocalError without results in time.
     """
     if (file := config.gateway.salt_secret_file) is not None:
@@ -130,13 +133,19 @@ async def prove(config: ClusterConfig, *, again: bool, timeout_s: float) -> tupl
                     record = await membership.records.read(f"{FOLDER}/{key}")
                     if record is not None:
                         await membership.records.write(f"{FOLDER}/{key}", None, record.revision)
+            told: set[str] = set()
             while True:
                 found = await _read(config, membership)
-                if all(
-                    each.outcome not in (PENDING, UNDER_WAY) and each.unix_s > before_s.get(each.key, -math.inf)
+                waiting = [
+                    each.line()
                     for each in found
-                ):
+                    if each.outcome in (PENDING, UNDER_WAY) or each.unix_s <= before_s.get(each.key, -math.inf)
+                ]
+                if not waiting:
                     return found
+                for line in set(waiting) - told:
+                    tell(line)
+                told |= set(waiting)
                 if not any(each.kind is MemberKind.GATEWAY for each in await membership.members()):
                     raise LocalError("no gateway is registered in etcd, and it is gateways that prove transfers")
                 await asyncio.sleep(_POLL_S)

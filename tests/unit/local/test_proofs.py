@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,10 @@ def test_status_shows_proofs_as_lines_and_as_json(monkeypatch: pytest.MonkeyPatc
 
 
 def prove(monkeypatch: pytest.MonkeyPatch, found: list[ProofStatus] | Exception, *words: str) -> Result:
-    async def proved(config: Any, *, again: bool, timeout_s: float) -> tuple[ProofStatus, ...]:
+    async def proved(
+        config: Any, *, again: bool, timeout_s: float, tell: Callable[[str], None]
+    ) -> tuple[ProofStatus, ...]:
+        tell("transfer pending")
         assert (again, timeout_s) == ("--again" in words, 7.0 if "--timeout" in words else 600.0)
         if isinstance(found, Exception):
             raise found
@@ -210,11 +214,11 @@ def test_the_exit_code_is_0_only_if_all_is_proven(monkeypatch: pytest.MonkeyPatc
         result = prove(monkeypatch, found)
         assert result.exit_code == 1
         assert "too busy" in result.stdout
-        assert result.stderr.startswith("kvferry: ")
+        assert result.stderr.splitlines()[-1].startswith("kvferry: ")
     result = prove(monkeypatch, [])
     assert (result.exit_code, result.stdout) == (1, "")
     result = prove(monkeypatch, LocalError("no result"))
-    assert (result.exit_code, result.stderr) == (1, "kvferry: no result\n")
+    assert (result.exit_code, result.stderr) == (1, "transfer pending\nkvferry: no result\n")
     assert prove(monkeypatch, good, "--timeout", "0").exit_code == 2
 
 
@@ -230,6 +234,7 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.registry = MemoryRegistry()
         self.config = a_config()
+        self.told: list[str] = []
         monkeypatch.setattr(proofs, "EtcdMembership", lambda config: MemoryMembership(self.registry))
         monkeypatch.setattr(proofs, "_POLL_S", 0.001)
 
@@ -247,7 +252,8 @@ class Cluster:
         assert self.registry._write_record(self.name, value, before.revision if before is not None else 0)
 
     def proving(self, *, again: bool = False, timeout_s: float = SOON_S) -> asyncio.Task[tuple[ProofStatus, ...]]:
-        return asyncio.create_task(proofs.prove(self.config, again=again, timeout_s=timeout_s))
+        proving = proofs.prove(self.config, again=again, timeout_s=timeout_s, tell=self.told.append)
+        return asyncio.create_task(proving)
 
 
 @pytest.fixture
@@ -267,6 +273,7 @@ async def test_it_waits_for_a_result(cluster: Cluster) -> None:
     cluster.write(a_certificate(outcome=Outcome.REFUTED))
     (found,) = await proving
     assert found.outcome == "refuted"
+    assert [line.split()[1] for line in cluster.told] == ["pending", "under", "pending"], "and the distances before"
 
 
 async def test_what_has_a_result_is_not_waited_for(cluster: Cluster) -> None:
