@@ -24,6 +24,7 @@ from kvferry_local.explain import explain as ask
 from kvferry_local.first_answer import FirstAnswer
 from kvferry_local.progress import ConsoleProgress
 from kvferry_local.run_folder import named_folder
+from kvferry_local.status import NotRunning
 from kvferry_local.status import status as look
 
 
@@ -103,7 +104,7 @@ def status(name: str | None, as_json: bool) -> None:
 
 @click.command()
 @click.option("--name", help="Which cluster; by default the configured one.")
-@click.option("--again", is_flag=True, help="Prove anew what has a result.")
+@click.option("--again", is_flag=True, help="Prove anew what has a result; meanwhile decode workers compute prompts.")
 @click.option(
     "--timeout", default=600.0, type=click.FloatRange(0, min_open=True), help="Seconds until there are results."
 )
@@ -116,6 +117,8 @@ def prove(config: ClusterConfig, name: str | None, again: bool, timeout: float, 
     The cluster's gateways prove it. The exit code is 0 only if every way is proven.
     """
     record = named_folder(name, config.name if name is None else name).record()
+    if record is None and not config.membership.endpoints:
+        raise NotRunning("no cluster runs here, and no membership.endpoints are configured; `kvferry up` starts one")
     cluster_config = config if record is None else configuration.parse(record.config)
     waiting = functools.partial(click.echo, err=True)
     found = asyncio.run(proofs.prove(cluster_config, again=again, timeout_s=timeout, tell=waiting))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvferry.config import ClusterConfig, entry_of, is_of_entry
+from kvferry.config.engine import Proof
 from kvferry.errors import LocalError, printable
 from kvferry.gateway.identity.tenants import read_secret
 from kvferry.membership.base import Member, MemberKind, Record
@@ -40,6 +41,7 @@ class ProofStatus:
     unix_s: float = 0.0
     limits: Mapping[str, float] = field(default_factory=dict)
     distances: tuple[Distances, ...] = ()
+    needed: Proof = "required"  # engine.proof
 
     @property
     def is_proven(self) -> bool:
@@ -50,8 +52,13 @@ class ProofStatus:
         devices = " to ".join(dict.fromkeys((self.prefill_device, self.decode_device)))
         figures = ""
         if self.distance is not None and self.wrong_from is not None:
-            figures = f": distance {self.distance:.4g}, of wrong pages from {self.wrong_from:.4g}"
-        reason = f"; decode workers compute prompts: {self.reason}" if self.reason and not self.is_proven else ""
+            figures = f": transferred pages differ by {self.distance:.4g}, wrong ones by {self.wrong_from:.4g} or more"
+        use = (
+            "pages are transferred (engine.proof: report), though"
+            if self.needed == "report"
+            else "decode workers compute prompts:"
+        )
+        reason = f"; {use} {self.reason}" if self.reason and not self.is_proven else ""
         where = f" in pool {self.pool}" if self.pool else ""
         return printable(f"{self.way}{where} {self.outcome} on {devices or 'unknown devices'}{figures}{reason}")
 
@@ -64,24 +71,24 @@ def proofs_of(
     certificates = Certificates(None, read_secret(file) if file is not None and file.exists() else b"")
     found: dict[tuple[str, str], ProofStatus] = {}
     for prefill, decode in _pairs(members):
-        if not _is_wanted(config, decode.pool):
+        if (needed := _needed_proof(config, decode.pool)) == "off":
             continue
         for way in Way:
             key = key_of(kind_of(prefill), kind_of(decode), way)
             record = records.get(key)
             known = certificates.decode(key, record.value) if record is not None else None
             if known is not None or way is Way.TRANSFER:  # which workers have adapters, gateways know
-                found.setdefault((key, decode.pool), _status(key, way, prefill, decode, known))
+                found.setdefault((key, decode.pool), _status(key, way, prefill, decode, known, needed))
     return tuple(found.values())
 
 
-def _is_wanted(config: ClusterConfig, pool: str) -> bool:
+def _needed_proof(config: ClusterConfig, pool: str) -> Proof:
     name = entry_of(pool)
     try:
         engine = (config.of_model(name) if is_of_entry(pool) else config).engine_of("decode", name)
     except KeyError:
-        return True  # of a configuration before or after this one
-    return engine.needed_proof != "off"
+        return "required"  # of a configuration before or after this one
+    return engine.needed_proof
 
 
 def _pairs(members: Collection[Member]) -> Iterator[tuple[Member, Member]]:
@@ -91,7 +98,9 @@ def _pairs(members: Collection[Member]) -> Iterator[tuple[Member, Member]]:
                 yield prefill, decode
 
 
-def _status(key: str, way: Way, prefill: Member, decode: Member, known: Certificate | None) -> ProofStatus:
+def _status(
+    key: str, way: Way, prefill: Member, decode: Member, known: Certificate | None, needed: Proof
+) -> ProofStatus:
     outcome = PENDING
     if known is not None and (known.claimed_by or known.unix_s):  # else it could not be made, and is tried again
         outcome = UNDER_WAY if known.claimed_by and not known.is_proven else known.outcome.value
@@ -110,6 +119,7 @@ def _status(key: str, way: Way, prefill: Member, decode: Member, known: Certific
         unix_s=known.unix_s if known is not None else 0.0,
         limits=known.limits if known is not None else {},
         distances=known.distances if known is not None else (),
+        needed=needed,
     )
 
 

@@ -43,6 +43,7 @@ KvCacheDtype = Annotated[
 
 
 Proof = Literal["required", "report", "off"]
+_OFF = BeforeValidator(lambda value: "off" if value is False else value)  # as YAML reads it
 
 
 class EngineConfig(Section):
@@ -69,9 +70,9 @@ class EngineConfig(Section):
     side_channel_host: str = "127.0.0.1"  # where an engine answers NIXL handshakes; auto: this node's address
     start_timeout_s: float = Field(900, gt=0)
     # Whether prompts are computed by prefill workers before it is proven that pages of these very engines survive the
-    # transfer. required: until then, decode workers compute them; report: they are transferred, and the proof is told;
-    # off: nothing is proven.
-    proof: Proof = "required"
+    # transfer. required: until then, decode workers compute them; report: pages are transferred at once, and the result
+    # is only reported; off: nothing is proven.
+    proof: Annotated[Proof, _OFF] = "required"
     # Further arguments of vLLM's engine, by vLLM's names: docs/operator/engine-arguments.md has those that are refused.
     args: dict[str, Any] = Field(default_factory=dict)
     env: dict[str, str] = Field(default_factory=dict)  # variables of vLLM, as VLLM_LOGGING_LEVEL

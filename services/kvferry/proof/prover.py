@@ -378,7 +378,7 @@ def _log_result(subject: Subject, result: Certificate) -> None:
         log.warning("the %s stays proven, though a new proof was undecided: %s", subject, result.reason)
     else:
         log.info(
-            "the %s is proven in %.1f s: distance at most %.4g, of wrong pages at least %.4g",
+            "the %s is proven in %.1f s: transferred pages differ by %.4g at most, wrong ones by %.4g or more",
             *(subject, result.took_s, result.distance, result.wrong_from),
         )
 

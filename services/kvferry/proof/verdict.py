@@ -93,7 +93,7 @@ def judge(measured: Sequence[Distances]) -> Verdict:
         if _is_exact(each, max(other.noise for other in measured if other.view is each.view)):
             continue
         if not _are_controls_beyond(limit, each):
-            undecided = undecided or f"wrong pages are not told from right ones {_at(each, limit)}"
+            undecided = undecided or f"this comparison would not notice wrong pages {_at(each, limit)}"
         elif each.transferred > limit:
             reason = f"transferred pages differ from the engine's own {_at(each, limit)}"
             return Verdict(Outcome.REFUTED, reason, limits)
@@ -122,8 +122,9 @@ def _are_controls_beyond(limit: float, each: Distances) -> bool:
 
 def _at(each: Distances, limit: float) -> str:
     return (
-        f"at {each.num_tokens} tokens ({each.view}): distance {each.transferred:.4g}, limit {limit:.4g}, wrong pages "
-        f"from {min(each.controls, default=math.nan):.4g}"
+        f"at {each.num_tokens} tokens ({each.view}): wrong ones by {min(each.controls, default=math.nan):.4g} or more, "
+        f"transferred ones by {each.transferred:.4g}, the engine's own by {each.noise:.4g} where the prompt is cut "
+        f"elsewhere (limit {limit:.4g})"
     )
 
 

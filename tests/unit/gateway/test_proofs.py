@@ -227,6 +227,13 @@ def test_the_setting(kind: str, value: Proof | None) -> None:
     assert own.proofs[""] == ("off" if kind == "sim" else value or "required")
 
 
+@pytest.mark.parametrize("written", ["off", "'off'"])
+def test_off_is_off_as_yaml_reads_it(written: str, tmp_path: Path) -> None:
+    file = tmp_path / "kvferry.yaml"
+    file.write_text(f"model: {{path: m}}\nengine: {{proof: {written}}}\n")
+    assert configuration.load(file).engine.proof == "off"
+
+
 def test_an_unknown_setting_is_refused() -> None:
     with pytest.raises(ConfigError, match="proof"):
         configuration.parse({"model": {"path": "m"}, "engine": {"proof": "maybe"}})

@@ -202,7 +202,21 @@ def prove(monkeypatch: pytest.MonkeyPatch, found: list[ProofStatus] | Exception,
 
     monkeypatch.setattr(proofs, "prove", proved)
     monkeypatch.setenv("KVFERRY_RUN_DIR", "/tmp/kvf-test-proofs-absent")
-    return CliRunner().invoke(main, ["prove", *words])
+    return CliRunner().invoke(main, ["prove", "--etcd", "127.0.0.1:1", *words])
+
+
+def test_without_a_cluster_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_RUN_DIR", "/tmp/kvf-test-proofs-absent")
+    result = CliRunner().invoke(main, ["prove"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("kvferry: no cluster runs here")
+
+
+def test_pages_that_are_transferred_without_a_proof_are_not_said_to_be_computed() -> None:
+    refuted = a_certificate(outcome=Outcome.REFUTED, reason="they are far")
+    (computed,), (transferred,) = of(refuted), of(refuted, proof="report")
+    assert computed.line().endswith("decode workers compute prompts: they are far")
+    assert transferred.line().endswith("pages are transferred (engine.proof: report), though they are far")
 
 
 def test_the_exit_code_is_0_only_if_all_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:

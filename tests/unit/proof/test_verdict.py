@@ -159,7 +159,7 @@ def test_a_verdict_says_why_and_by_which_limits() -> None:
     assert judge([]).reason == "nothing was measured"
     refuted = judge([measured(1.0)])
     assert refuted.reason.startswith(
-        "transferred pages differ from the engine's own at 100 tokens (direct): distance 1"
+        "transferred pages differ from the engine's own at 100 tokens (direct): wrong ones by 5 or"
     )
     assert refuted.limits == judge([measured()]).limits == {"direct": EXACT, "held": EXACT}
 
