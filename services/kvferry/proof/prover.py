@@ -118,8 +118,7 @@ class Prover:
 
     def results(self) -> Iterator[tuple[Subject, Certificate | None]]:
         """Yield each way between linked workers, with its result if there is one."""
-        for subject in self._subjects():
-            yield subject, self._known.get(subject.key)
+        return ((subject, self._known.get(subject.key)) for subject in self._subjects())
 
     # What is to be proven
 
@@ -173,6 +172,9 @@ class Prover:
                         log.warning("no proof of %s now, again in %.0f s: %s", subject, pause_s, _message(error))
                     else:
                         log.exception("a proof failed; again in %.0f s", pause_s)
+            here, now_s = {subject.in_pool for subject in self._subjects()}, time.monotonic()
+            self._num_failures = Counter({key: num for key, num in self._num_failures.items() if key in here})
+            self._not_before_s = {key: at_s for key, at_s in self._not_before_s.items() if at_s > now_s}
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S if self._num_failures else RECHECK_S):
                     await self._changed.wait()
@@ -232,7 +234,7 @@ class Prover:
             await self._write(kept, record.revision if record is not None else 0)
             log.info("%s is %s, as an earlier start found", subject, kept.outcome)
             return
-        began = _unproven(subject, PENDING) if before is None else structs.replace(before, claimed_by="")
+        began = _unproven(subject) if before is None else structs.replace(before, claimed_by="")
         claim = structs.replace(began, claimed_by=self._gateway_id)
         if not await self._write(claim, record.revision if record is not None else 0):
             return  # another gateway was first
@@ -343,14 +345,9 @@ class Prover:
         return ask
 
 
-def _unproven(subject: Subject, reason: str) -> Certificate:
-    return Certificate(
-        prefill=kind_of(subject.prefill.member),
-        decode=kind_of(subject.decode.member),
-        way=subject.way,
-        outcome=Outcome.UNDECIDED,
-        reason=reason,
-    )
+def _unproven(subject: Subject) -> Certificate:
+    prefill, decode = kind_of(subject.prefill.member), kind_of(subject.decode.member)
+    return Certificate(prefill=prefill, decode=decode, way=subject.way, outcome=Outcome.UNDECIDED, reason=PENDING)
 
 
 def _one_of_each_kind(links: Sequence[WorkerLink]) -> Collection[WorkerLink]:

@@ -733,6 +733,16 @@ async def test_workers_that_come_later_are_proven(workers: Workers, monkeypatch:
         await until(lambda: is_proven(prover, workers), within_s=SOON_S)
 
 
+async def test_failures_of_workers_that_are_gone_are_forgotten() -> None:
+    unready = Workers(pool="unready")
+    cluster = Cluster([unready], unready={"unready"})
+    async with cluster.gateway() as prover:
+        await until(lambda: prover._num_failures.total() > 1, within_s=SOON_S)
+        cluster.workers.clear()
+        prover.workers_changed()
+        await until(lambda: not prover._num_failures and not prover._not_before_s, within_s=SOON_S)
+
+
 async def test_a_way_that_fails_does_not_hold_up_workers_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prover_module, "RETRY_S", 2 * SOON_S)
     unready, workers = Workers(pool="unready"), Workers(pool="z")
