@@ -120,8 +120,8 @@ def prove(config: ClusterConfig, name: str | None, again: bool, timeout: float, 
     if record is None and not config.membership.endpoints:
         raise NotRunning("no cluster runs here, and no membership.endpoints are configured; `kvferry up` starts one")
     cluster_config = config if record is None else configuration.parse(record.config)
-    waiting = functools.partial(click.echo, err=True)
-    found = asyncio.run(proofs.prove(cluster_config, again=again, timeout_s=timeout, tell=waiting))
+    show = functools.partial(click.echo, err=True)
+    found = asyncio.run(proofs.prove(cluster_config, again=again, timeout_s=timeout, on_progress=show))
     if as_json:
         click.echo(json.dumps([msgspec.to_builtins(each) for each in found], indent=2))
     else:

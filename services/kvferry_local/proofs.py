@@ -124,11 +124,11 @@ def _status(
 
 
 async def prove(
-    config: ClusterConfig, *, again: bool, timeout_s: float, tell: Callable[[str], None]
+    config: ClusterConfig, *, again: bool, timeout_s: float, on_progress: Callable[[str], None]
 ) -> tuple[ProofStatus, ...]:
     """Return results, once gateways have one for each way. With `again`, they prove anew.
 
-    `tell` gets a line whenever the state of a way that is waited for has changed.
+    `on_progress` gets a line for each state of a way without a result.
     Raises UnavailableError without etcd, ConfigError without the secret, LocalError without results in time.
     """
     if (file := config.gateway.salt_secret_file) is not None:
@@ -143,7 +143,7 @@ async def prove(
                     record = await membership.records.read(f"{FOLDER}/{key}")
                     if record is not None:
                         await membership.records.write(f"{FOLDER}/{key}", None, record.revision)
-            told: set[str] = set()
+            reported: set[str] = set()
             while True:
                 found = await _read(config, membership)
                 waiting = [
@@ -153,9 +153,10 @@ async def prove(
                 ]
                 if not waiting:
                     return found
-                for line in set(waiting) - told:
-                    tell(line)
-                told |= set(waiting)
+                for line in waiting:
+                    if line not in reported:
+                        reported.add(line)
+                        on_progress(line)
                 if not any(each.kind is MemberKind.GATEWAY for each in await membership.members()):
                     raise LocalError("no gateway is registered in etcd, and it is gateways that prove transfers")
                 await asyncio.sleep(_POLL_S)

@@ -205,6 +205,7 @@ class Models:
         return model.volumes.get(entry_of(pool)) if model is not None else None
 
     def proof_of(self, pool: str) -> Proof:
+        """Return `engine.proof` of the pool's decode engines."""
         model = self._model_of(pool)
         return model.proofs.get(entry_of(pool), "required") if model is not None else "required"
 

@@ -75,7 +75,7 @@ class Measurement:
         noise = await self._cut_elsewhere(prompt, f"{number}-cut")
         wrong = wrong_prompts(prompt, self._block_size, self._tokens, number)
         transferred, *controls = [
-            await self._transferred(prompt, each, f"{number}-transferred-{place}", is_part=number % 2 == 1)
+            await self._transferred(prompt, each, f"{number}-transferred-{place}", has_prefix=number % 2 == 1)
             for place, each in enumerate([prompt, *wrong])
         ]
 
@@ -117,9 +117,11 @@ class Measurement:
         answer = await self._decode(self._request(prompt, _TOKEN, salt))
         return await self._views(prompt, answer.logprobs[0], salt)
 
-    async def _transferred(self, prompt: Sequence[int], computed: Sequence[int], salt: str, *, is_part: bool) -> _Views:
+    async def _transferred(
+        self, prompt: Sequence[int], computed: Sequence[int], salt: str, *, has_prefix: bool
+    ) -> _Views:
         """The pages are those of `computed`, a prompt of the same length."""
-        if is_part:  # as in a chat, both engines hold the beginning
+        if has_prefix:  # both engines hold half of the prompt, as in a chat
             half = len(prompt) // 2
             await self._prefill(self._request(computed[:half], _PROMPT_ONLY, salt, keep_for_transfer=True))
             await self._decode(self._request(prompt[:half], _PROMPT_ONLY, salt))

@@ -286,18 +286,18 @@ class RequestPlacer:
 
     def _proven(self, prefill: list[Candidate], decode: list[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
         """Return prefill workers that may transfer to each of these decode workers that could read their pages."""
-        # Decode workers to which no transfer is proven are left out while they are fewer than the others.
+        # Decode workers to which no transfer is proven are left out, if they are fewer than the others.
         senders, readers = ({each.engine_kind for each in some} for some in (prefill, decode))
         pairs = {(one, other) for one in senders for other in readers if one.exchange_digest == other.exchange_digest}
         unproven = {pair for pair in pairs if not self._router.may_transfer(*pair, self._pool, bool(self._adapter))}
         if not unproven:
             return prefill, decode
-        alone = {other for _, other in unproven} - {other for _, other in pairs - unproven}
-        kept = [each for each in decode if each.engine_kind not in alone]
+        unreached = {other for _, other in unproven} - {other for _, other in pairs - unproven}
+        kept = [each for each in decode if each.engine_kind not in unreached]
         if 2 * len(kept) <= len(decode):
-            kept, alone = decode, set()
-        refuted = {one for one, other in unproven if other not in alone}
-        proven = [each for each in prefill if each.engine_kind not in refuted]
+            kept, unreached = decode, set()
+        excluded = {one for one, other in unproven if other not in unreached}
+        proven = [each for each in prefill if each.engine_kind not in excluded]
         return proven, kept if proven else decode
 
     def _candidates(self, kind: MemberKind) -> tuple[list[Candidate], list[Candidate]]:

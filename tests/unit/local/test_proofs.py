@@ -192,9 +192,9 @@ def test_status_shows_proofs_as_lines_and_as_json(monkeypatch: pytest.MonkeyPatc
 
 def prove(monkeypatch: pytest.MonkeyPatch, found: list[ProofStatus] | Exception, *words: str) -> Result:
     async def proved(
-        config: Any, *, again: bool, timeout_s: float, tell: Callable[[str], None]
+        config: Any, *, again: bool, timeout_s: float, on_progress: Callable[[str], None]
     ) -> tuple[ProofStatus, ...]:
-        tell("transfer pending")
+        on_progress("transfer pending")
         assert (again, timeout_s) == ("--again" in words, 7.0 if "--timeout" in words else 600.0)
         if isinstance(found, Exception):
             raise found
@@ -248,7 +248,7 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.registry = MemoryRegistry()
         self.config = a_config()
-        self.told: list[str] = []
+        self.lines: list[str] = []
         monkeypatch.setattr(proofs, "EtcdMembership", lambda config: MemoryMembership(self.registry))
         monkeypatch.setattr(proofs, "_POLL_S", 0.001)
 
@@ -266,7 +266,7 @@ class Cluster:
         assert self.registry._write_record(self.name, value, before.revision if before is not None else 0)
 
     def proving(self, *, again: bool = False, timeout_s: float = SOON_S) -> asyncio.Task[tuple[ProofStatus, ...]]:
-        proving = proofs.prove(self.config, again=again, timeout_s=timeout_s, tell=self.told.append)
+        proving = proofs.prove(self.config, again=again, timeout_s=timeout_s, on_progress=self.lines.append)
         return asyncio.create_task(proving)
 
 
@@ -287,7 +287,7 @@ async def test_it_waits_for_a_result(cluster: Cluster) -> None:
     cluster.write(a_certificate(outcome=Outcome.REFUTED))
     (found,) = await proving
     assert found.outcome == "refuted"
-    assert [line.split()[1] for line in cluster.told] == ["pending", "under", "pending"], "and the distances before"
+    assert [line.split()[1] for line in cluster.lines] == ["pending", "under", "pending"], "and the distances before"
 
 
 async def test_what_has_a_result_is_not_waited_for(cluster: Cluster) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvferry.config import TlsConfig
 from kvferry.membership.base import Member, MemberId, MemberKind
 from kvferry_local import commands
 from kvferry_local.status import ClusterStatus, _look_at
+
+
+def a_member(kind: MemberKind, **values: Any) -> Member:
+    known = {"member_id": MemberId(f"{kind}-1"), "address": "127.0.0.1:1", "model": "m", "version": "0"}
+    return Member(kind=kind, **{**known, **values})
 
 
 async def status_with(member: Member) -> ClusterStatus:
@@ -24,15 +31,7 @@ async def status_with(member: Member) -> ClusterStatus:
 
 
 async def test_volumes_that_a_keeper_cannot_use_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    keeper = Member(
-        kind=MemberKind.KEEPER,
-        member_id=MemberId("keeper-1"),
-        address="127.0.0.1:1",
-        model="m",
-        version="0",
-        volumes=("v-2",),
-        volume_faults=("volume /a: /a: Not a directory",),
-    )
+    keeper = a_member(MemberKind.KEEPER, volumes=("v-2",), volume_faults=("volume /a: /a: Not a directory",))
     seen = await status_with(keeper)
     commands._print_warnings(seen.warnings)
     assert capsys.readouterr().err == "kvferry: warning: keeper-1 does not use volume /a: /a: Not a directory\n"
@@ -40,13 +39,6 @@ async def test_volumes_that_a_keeper_cannot_use_are_named(capsys: pytest.Capture
 
 
 async def test_an_engine_without_the_tiers_that_are_configured_is_named() -> None:
-    worker = Member(
-        kind=MemberKind.DECODE,
-        member_id=MemberId("decode-1"),
-        address="127.0.0.1:1",
-        model="m",
-        version="0",
-        without_tiers="pages of tiers are not proven for a sliding window",
-    )
-    seen = await status_with(worker)
+    reason = "pages of tiers are not proven for a sliding window"
+    seen = await status_with(a_member(MemberKind.DECODE, without_tiers=reason))
     assert seen.warnings == ["decode-1 has no tiers: pages of tiers are not proven for a sliding window"]
